@@ -40,12 +40,12 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; {self.prog} --help lists all options")
 
     def option(self, name: str, help: str, default: Any = None, **more: Any) -> None:
-        """Add `--name`; its words may be joined by `_` or `-`."""
+        """Add `--name`. Users may write `-` in place of `_`."""
         names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         self.add_argument(*names, help=help, default=default, **more)
 
     def flag(self, name: str, help: str) -> None:
-        """Add `--name`, which is off unless it is given."""
+        """Add the switch `--name`, off by default."""
         self.option(name, help, default=False, action="store_true")
 
     def row_options(self) -> None:
@@ -108,7 +108,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> "Shape":
-    """The named `shape` if given, else the counts of `model`, else the default shape. Only a model needs torch."""
+    """The named `shape` if given, else that of `model`, else the default shape. Only `model` needs torch."""
     from treetrain.inspection.report import Shape
     from treetrain.planning.cost import ModelShape
 
@@ -137,9 +137,9 @@ class ReadRows(NamedTuple):
 
 
 def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
-    """Read the rows of the files, with further options of `tt.load`.
+    """Read the rows of the files; `more` are options of `tt.load`.
 
-    The model sets the tokenizer, and the vocabulary size and length that rows must fit.
+    The model determines the tokenizer, and the vocabulary size and length that rows must fit.
     """
     from treetrain.data.load import detect_format, load
     from treetrain.data.records import Notes

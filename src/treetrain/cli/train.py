@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     options, arguments = parse_arguments(argv)
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of loading and saving
+    logging.disable_progress_bar()  # for loading and saving
     trainer, notes = _trainer(options, arguments)
     if trainer.is_world_process_zero():
         print_notes(notes)
@@ -71,13 +71,13 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
     names = list(takewhile(lambda word: not word.startswith("-"), argv))
     files = [name for name in names if not name.endswith((".yaml", ".yml"))]
     configured = [word for name in names if name not in files for word in _words(name)]
-    words = [*files, *configured, *argv[len(names) :]]  # of several values of an argument the last one counts
+    words = [*files, *configured, *argv[len(names) :]]  # the last value of an argument counts
     arguments, options = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     return options, arguments
 
 
 def _words(path: str) -> list[str]:
-    """The names and values of a YAML file as words of the command line. Raises ValueError for other contents."""
+    """The names and values of a YAML file as command-line words. Raises ValueError for other contents."""
     import yaml
 
     try:

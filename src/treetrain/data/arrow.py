@@ -1,7 +1,7 @@
 """Trajectories in a memory-mapped Arrow file, for more rows than fit in memory.
 
-The file is written once, from rows that have been read and checked. It has one column per field and is not compressed,
-so a row is read directly from the mapped file, and the operating system decides which pages are in memory.
+The file is written once, from rows that have been read and checked. It has one column per field and is not compressed.
+So a row is read directly from the mapped file, and the operating system decides which pages are in memory.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Traject
 from treetrain.errors import DataError
 
 BATCH_TOKENS = 1 << 18
-"""A record batch ends after this many tokens, which bounds the memory for writing."""
+"""A record batch ends after about this many tokens, which bounds the memory for writing."""
 LABELS = ("group", "pair", "episode", "key", "id")
 _VERSION = 2
 _ABOUT = b"treetrain"
@@ -34,7 +34,7 @@ _SCHEMA = pa.schema(
     + [("experts", pa.list_(pa.int16())), ("experts_shape", pa.list_(pa.int32()))]
     + [("reward", pa.float64()), ("chosen", pa.bool_())]
     + [(name, pa.string()) for name in LABELS]  # JSON: a label may be a string, a number or a boolean
-    # `RowColumns` needs these: batches are planned from them without reading rows.
+    # For `RowColumns`, so that batches are planned without reading rows.
     + [("tokens", pa.int64()), ("trained", pa.bool_())]
 )
 
@@ -48,7 +48,7 @@ class MappedTrajectories(LazyTrajectories):
         path: the Arrow file.
 
     Raises:
-        DataError: there is no such file, it is incomplete, or another program wrote it.
+        DataError: the file is missing or incomplete, or another program wrote it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ class MappedTrajectories(LazyTrajectories):
 
     @cached_property
     def columns(self) -> RowColumns:
-        """Lengths, weights, groups and so on of all rows, one array each, without reading the rows."""
+        """Lengths, rewards, groups and so on of all rows, one array each, without reading the rows."""
         table = pa.Table.from_batches(self._batches, _SCHEMA)
 
         def numbers(name: str, missing: Any, dtype: type) -> NDArray:
@@ -119,7 +119,7 @@ def write_trajectories(
         with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
             for batch in _batches(rows):
                 writer.write_batch(batch)
-            # The last batch is empty and holds the record, since the notes are complete only now.
+            # The `about` record is with a last, empty batch, since the notes are complete only now.
             writer.write_batch(_batch([]), {_ABOUT: json.dumps(about()).encode()})
         os.replace(temporary, path)
     except OSError as error:
@@ -201,7 +201,7 @@ def _trajectory(batch: Any, number: int) -> Trajectory:
 
 
 def _codes(column: Any) -> NDArray[np.int64]:
-    """Equal numbers for labels that are equal in Python (1, 1.0 and True are), in the order of their first rows."""
+    """Label numbers in the order of their first rows; -1 for none. Labels equal in Python (1, 1.0, True) share one."""
     encoded = column.combine_chunks().dictionary_encode()
     encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
     codes = codes_of(json.loads(text) for text in encoded.dictionary.to_pylist())

@@ -2,10 +2,10 @@
 
 One code path serves every plan: the whole tree as one part, one segment per part, and everything in between.
 
-Why the gradients are complete: later tokens of the same part read a token's keys and values within one autograd graph.
+Why the gradients are complete: within a part, later tokens read a token's keys and values in one autograd graph.
 Tokens of parts below read copies from the cache, which adds up the gradients of these copies. Parts below run backward
-first, so when a part runs backward its rows of the cache hold all gradients from below, and the attention Function adds
-them.
+first. So when a part runs backward, its rows of the cache hold all gradients from below, and the attention Function
+adds them.
 
     plan.events():   forward 0   forward 1   backward 1   forward 2   backward 2   backward 0
     rows in use:     0           0 1         0            0 2         0
@@ -13,7 +13,7 @@ them.
 Rows of the cache are allocated on the way down and freed on the way up, like a stack.
 
 Under FSDP2 every forward and backward of the model is a collective call. All ranks agree on one sequence of passes
-that holds every rank's own passes in their order. Where a rank has no pass of its own, it runs a stand-in: a forward
+that contains every rank's own passes in order. Where a rank has no pass of its own, it runs a stand-in: a forward
 over one token with coefficients of zero, and later a backward with gradients of zero. A stand-in gathers and reduces
 the same weights as the other ranks' passes and adds zeros, so results do not change. Context-parallel ranks have the
 same passes, so they run stand-ins together, each over the whole token.
@@ -47,17 +47,17 @@ from treetrain.tree.build import build_tree
 from treetrain.tree.layout import Piece, cut, pack
 
 Reduces = Literal["each", "last", "never"]
-"""Which backwards of a run reduce gradients over ranks."""
+"""The backwards of a run that reduce gradients over ranks."""
 
 
 # ---- the common order of passes under FSDP2
 
 
 class CollectivePasses:
-    """Takes one rank through the common order; making it is a collective call.
+    """Steps one rank through the common order of passes. Construction is a collective call.
 
     Args:
-        plan, routing: those of this rank's passes.
+        plan, routing: of this rank's own passes.
         gradients: whether the parts run backward too.
     """
 
@@ -74,7 +74,7 @@ class CollectivePasses:
         self._next = 0
         self._last_backward = max((n for n, turn in enumerate(self._turns) if turn.kind == "backward"), default=-1)
         self._idle_outputs: list[list[Tensor]] = []
-        """Outputs of the stand-ins whose backward is to come."""
+        """Outputs of the stand-ins that have not run backward yet."""
         self.begin_backwards(reduces)
 
     def begin_backwards(self, reduces: Reduces) -> None:
@@ -115,7 +115,7 @@ class CollectivePasses:
         self._next += 1
 
     def _stand_in_until(self, reached: Callable[[Turn], bool]) -> None:
-        """Run stand-ins up to the first turn for which this holds."""
+        """Run stand-ins up to the first turn for which `reached` is true."""
         while self._next < len(self._turns) and not reached(self._turns[self._next]):
             kind = self._turns[self._next].kind
             self._begin()
@@ -144,9 +144,9 @@ class CollectivePasses:
 
 @contextmanager
 def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Collect the gradients of a block in the list: ``.grad`` is None at its start, and no hook of the parameters runs.
+    """Collect the gradients of a block in the yielded list. No hook of the parameters runs.
 
-    The old gradients are back after the block.
+    ``.grad`` is None at the start of the block; the old gradients are restored after it.
     """
     before, set_aside, found = [p.grad for p in parameters], [], []
     for p in parameters:
@@ -154,7 +154,7 @@ def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor 
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
             if hooks:
                 set_aside.append((hooks, dict(hooks)))
-                hooks.clear()  # in place: autograd holds on to the dictionary itself
+                hooks.clear()  # in place: autograd keeps a reference to the dictionary
     try:
         yield found
         found += [p.grad for p in parameters]
@@ -167,7 +167,7 @@ def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor 
 
 @contextmanager
 def hooks_once(*modules: nn.Module | None) -> Iterator[None]:
-    """Run hooks once, at the end of the block, on the sum of all gradients of its backwards; not after an error."""
+    """Run hooks once, on the sum of the gradients of all backwards in the block, unless the block raises."""
     parameters = dict.fromkeys(p for module in modules if module is not None for p in module.parameters())
     hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
     with gradients_aside(hooked) as totals:
@@ -195,12 +195,12 @@ class _Forward(NamedTuple):
 
 
 class Executor:
-    """Runs one plan, once. Making it is a collective call under FSDP2.
+    """Runs one plan, once. Construction is a collective call under FSDP2.
 
     Args:
         plan: the plan of the batch.
         counts: counts the passes.
-        routing: what the step does with the routers of experts.
+        routing: the routers' auxiliary loss and recorded experts.
         gradients: whether the parts run backward too.
         reduces: which backwards reduce sharded gradients.
     """
@@ -224,17 +224,17 @@ class Executor:
         self._cache = KVCache(plan.cached_tokens, self._device, gradients=gradients, tokens=tokens)
         self._states = StateCache(tokens, plan.cached_states, plan.attach, gradients=gradients)
         self._held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        # By part: tokens that got a row for keys and values, and those with a slot for the recurrent state after them.
+        # By part: tokens with a row for keys and values, and tokens with a slot for the recurrent state after them.
         self._graphs: dict[int, _Forward] = {}
         self._buffers: GradientBuffers | None = None
         self._error: Exception | None = None
-        """The first error between passes that other ranks run too."""
+        """The loss's first error, kept while other ranks wait in later passes."""
 
     def score(self, table: ScoreTable | None) -> None:
         """Run all parts without graph, in the memory of one path.
 
         Args:
-            table: gets all scores; None runs the layers without the head, to record what the routers choose.
+            table: gets all scores; None runs the layers without the head, to record the routers' choices.
         """
         plan = self._plan
         with self._passes(graph=False):
@@ -253,7 +253,7 @@ class Executor:
         """
         plan = self._plan
         with self._passes(graph=True, forwards=True):
-            # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
+            # Parts are numbered depth first, so the parts above have run. No row of the cache is released.
             for part in range(plan.num_parts):
                 self._allocate(part, plan.exported_tokens(part))
                 self._graphs[part] = self._forward(
@@ -316,7 +316,7 @@ class Executor:
 
     @contextmanager
     def _passes(self, *, graph: bool, forwards: bool = False) -> Iterator[None]:
-        """Prepare the model for passes. After them, complete the ranks' common order and raise what failed in between.
+        """Prepare the model for passes. After them, complete the ranks' common order, then raise `_error` if set.
 
         Args:
             graph: whether passes have a graph, so that gradients are collected too.
@@ -342,7 +342,7 @@ class Executor:
                     self._collective.finish(forwards=forwards)
             except BaseException as error:
                 self._graphs.clear()
-                if not runtime.passes_with.alone:  # this process leaves a pass in its middle, where others may wait
+                if not runtime.passes_with.alone:  # this process stops in the middle of a pass; others may wait there
                     runtime.same_rows.lost = True
                     runtime.ranks.leave(error)
                 raise
@@ -410,7 +410,7 @@ class Executor:
         if table is not None and take is not None:
             try:
                 take(piece, scores)
-            except Exception as error:  # of the loss; the passes go on if other ranks wait in the next one
+            except Exception as error:  # from the loss; the passes go on if other ranks wait in the next one
                 if runtime.passes_with.alone:
                     raise
                 self._error = self._error or error
@@ -422,7 +422,7 @@ class Executor:
         self._held[part] = tokens, self._states.allocate_attached(tokens)
 
     def _release(self, part: int) -> None:
-        """Free a part's places in the caches, the last ones allocated, if it has any."""
+        """Free a part's cache rows and state slots, which were allocated last, if it has any."""
         if part in self._held:
             rows, states = self._held.pop(part)
             self._cache.release(rows)

@@ -8,8 +8,8 @@ are scaled or capped as the model does it (`LogitMap`), then divided by the temp
 
 On a GPU Triton kernels compute the softmax of a chunk. They keep the dtype of the matrix product (16 bits for a 16-bit
 model), read the logits once for log-sum-exps and entropies, and once more to overwrite them with the gradient. PyTorch
-does it on a CPU, with ``TREETRAIN_HEAD=torch``, and for heads that the kernels lack: it widens the logits, and every
-operation reads and writes all of them.
+computes it on a CPU, with ``TREETRAIN_HEAD=torch``, and for heads that the kernels do not support. It widens the
+logits, and every operation reads and writes all of them.
 
 Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D hidden size, V vocabulary.
 """
@@ -93,13 +93,13 @@ class Scores:
 
     @property
     def live(self) -> list[Tensor]:
-        """The tensors that a backward may start from: every output, the fused loss in place of log-probabilities."""
+        """The outputs that a backward may start from; the fused loss, if any, replaces the log-probabilities."""
         first = self.logprobs if self.linear_loss is None else self.linear_loss
         return [x for x in (first, self.entropies, self.values, self.carrier) if x is not None and x.requires_grad]
 
 
 def zero_of(given: Tensor) -> Tensor:
-    """Zero whose backward passes zeros to the graph of `given`, even if it holds infinities."""
+    """A zero whose backward passes zeros to the graph of `given`, even if `given` holds infinities."""
     return given.flatten()[:0].sum()
 
 
@@ -113,7 +113,7 @@ def without_logprobs(hidden: Float[Tensor, "N D"], edges: Edges) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """One rank's tokens of a vocabulary that ranks divide in order, in equal shares but for the last."""
+    """One rank's share of a vocabulary that the ranks divide in order; all shares but the last are equal."""
 
     ranks: Ranks
     size: int
@@ -121,7 +121,7 @@ class VocabularyShard:
 
     @property
     def width(self) -> int:
-        """Most tokens of a rank."""
+        """Tokens in the largest share."""
         return -(-self.size // self.ranks.size)
 
     def sum(self, own: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class VocabularyShard:
         return every
 
     def own_edges(self, edges: "EdgesOfChunk") -> "tuple[EdgesOfChunk, Bool[Tensor, ' e']]":
-        """The edges with targets numbered within the share, 0 for those of other ranks; and which are own."""
+        """The edges with targets numbered within the share (0 for targets of other ranks), and a mask of own ones."""
         target = edges.target - self.ranks.rank * self.width
         own = (target >= 0) & (target < self.width)
         return EdgesOfChunk(edges.row, target.where(own, 0)), own
@@ -232,15 +232,15 @@ class ScoreRequest:
     coefficients: Float[Tensor, " E"] | None = None
     """d loss / d log-probability, when the loss is linear; the loss is then returned fused."""
     buffers: GradientBuffers | None = None
-    """They accumulate the gradient of a fused head's matrix; with None, autograd does."""
+    """Buffers for the gradient of a fused head's matrix; None leaves it to autograd."""
     meets_all: bool = False
     """Whether every backward must reach the same weights, with zeros if no row is scored (see `CollectivePasses`)."""
     need_statistics: bool = False
-    """Whether to compute `Statistics` too; not together with `coefficients`."""
+    """Whether to compute `Statistics` too; cannot be combined with `coefficients`."""
     keep_logits: bool = False
     """Whether a fused head keeps its logits until backward instead of computing them again."""
     vocabulary: "VocabularyShard | None" = None
-    """This rank's share of the vocabulary, if a tensor-parallel head has only that."""
+    """This rank's share of the vocabulary, if tensor parallelism splits the head; else None."""
 
 
 def score_edges(
@@ -257,9 +257,9 @@ def score_edges(
     """Score the wanted edges of a packed run.
 
     Args:
-        hidden: what the model passes to its head.
-        fused: the head is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
-        logit_map: what the model does to its logits after the head.
+        hidden: the input of the model's head.
+        fused: whether the head is a plain ``nn.Linear``, scored from its weight; otherwise it is called by chunk.
+        logit_map: applied by the model to its logits after the head.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     found = (
@@ -267,7 +267,7 @@ def score_edges(
     )
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
-        # In the graph all the same: gradients from the caches need a backward of this part.
+        # The result must be in the graph: gradients from the caches need a backward of this part.
         nothing = rows.sum(-1, dtype=wide)
         if request.meets_all:
             nothing = nothing + zero_of(head_forward(hidden[:1]))
@@ -296,7 +296,7 @@ def score_edges(
 # ---- in the place of the model's head
 
 PROBES = (0.37, -2.9, 11.0, 173.0, -64.0, 2.5e4, -3.1e4)
-"""Inputs on which logit maps differ. A model with a logit map gets them as logits, after the scores."""
+"""Inputs on which logit maps differ. They follow the scores in the carrier for a model with a logit map."""
 
 
 class HeadCall(NamedTuple):
@@ -327,10 +327,10 @@ class HeadCall(NamedTuple):
 def scoring_head(
     capabilities: Capabilities, edges: Edges, request: ScoreRequest, *, handed_on_as: torch.dtype | None = None
 ) -> Iterator[list[HeadCall]]:
-    """Replace the head's forward during the block by one that scores edges; yields the list of its calls.
+    """Inside the block, replace the head's forward by one that scores edges; yields the list of its calls.
 
-    Scores use the logit map that the configuration declares. The model gets a carrier in place of logits; its
-    operations on the carrier show whether the declaration is right. `handed_on_as` is the carrier's dtype if the
+    Scores use the logit map that the configuration declares. The model gets a carrier in place of logits, and its
+    operations on the carrier show whether the declaration is right. `handed_on_as` is the carrier's dtype where the
     model's output is cast later.
     """
     calls: list[HeadCall] = []
@@ -390,7 +390,7 @@ class Scaling(NamedTuple):
 
 
 class EdgesOfChunk(NamedTuple):
-    """The edges that are predicted from a chunk's rows."""
+    """The edges of a chunk's rows."""
 
     row: Int64[Tensor, " e"]
     """Row within the chunk; ascending."""
@@ -399,25 +399,25 @@ class EdgesOfChunk(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """The gradients of the loss by a chunk's scores."""
+    """The gradients of the loss with respect to a chunk's scores."""
 
     by_edge: Float[Tensor, " e"]
-    """By log-probabilities."""
+    """With respect to log-probabilities."""
     by_row: Float[Tensor, " r"]
-    """Their sums over each row's edges."""
+    """Sums of `by_edge` over each row's edges."""
     entropies: Float[Tensor, " r"] | None = None
     by_entropy: Float[Tensor, " r"] | None = None
-    """The entropies and the gradients by them, or None."""
+    """With respect to `entropies`; both may be None."""
 
 
 class PlainChunk:
-    """The logits of a chunk and their softmax, by PyTorch's operations, for any device and dtype.
+    """The logits of a chunk and their softmax in plain PyTorch, for any device and dtype.
 
     Call `log_sum_exp` first, then `at` and `statistics`, last `entropies` or `gradient`, which may overwrite the
     logits. For a kept chunk, `gradient` may follow `entropies`, once.
 
     Args:
-        logits: of the head; they are overwritten.
+        logits: the head's output; they are overwritten.
         entropy: whether `entropies` will be called.
         backward: whether `gradient` will be called.
     """
@@ -438,7 +438,7 @@ class PlainChunk:
         return self._logits[edges]
 
     def statistics(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
-        """`Statistics` of the chunk; leaves the logits as they are."""
+        """`Statistics` of the chunk; does not change the logits."""
         return self.moments().statistics(self._logits.shape[-1], lse, edges)
 
     def moments(self) -> "_Moments":
@@ -457,7 +457,7 @@ class PlainChunk:
         return self._logits
 
     def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
-        """The gradient of the loss by the head's own logits."""
+        """The gradient of the loss with respect to the head's own logits."""
         log_p = self._log_probs(lse)
         if slopes.entropies is None or slopes.by_entropy is None:
             grad = log_p.exp_().mul_(-slopes.by_row[:, None])
@@ -470,7 +470,7 @@ class PlainChunk:
 
 
 class TritonChunk(PlainChunk):
-    """The same by Triton kernels, for 16-bit and float32 logits of a head without bias and cap."""
+    """`PlainChunk` by Triton kernels, for 16-bit and float32 logits of a head without bias or cap."""
 
     def __init__(self, logits: Float[Tensor, "r V"], scaling: Scaling, *, entropy: bool, backward: bool):
         from treetrain.engine import lm_head_kernels  # imports Triton, which may not be installed
@@ -505,7 +505,7 @@ class _Moments(NamedTuple):
 
     highest: Float[Tensor, " r"]
     token: Int64[Tensor, " r"]
-    """That of the highest logit."""
+    """The token with the highest logit."""
     total: Float[Tensor, " r"]
     squares: Float[Tensor, " r"]
     """Log-sum-exp of twice the logits."""
@@ -519,7 +519,7 @@ class _Moments(NamedTuple):
 
 
 class ShardedChunk:
-    """The softmax of a chunk of which every rank has the logits of its share of the vocabulary; see `PlainChunk`.
+    """`PlainChunk` for a sharded vocabulary: every rank has the logits of its share.
 
     The ranks exchange a few numbers per row and edge, never logits. Each gets the gradient of its own logits.
     """
@@ -573,11 +573,11 @@ def chunk_type(dtype: torch.dtype, device: torch.device, bias: Tensor | None, sc
 
 
 class _Settings(NamedTuple):
-    """The arguments of a fused call that are not tensors of the graph."""
+    """The arguments of a fused call other than tensors of the graph."""
 
     edges: Edges
     request: ScoreRequest
-    """Its coefficients are left only where gradients are wanted: the loss is then made with its gradients."""
+    """It has coefficients only if gradients are wanted; loss and gradients are then computed together."""
     scaling: Scaling
     compute: torch.dtype
 
@@ -649,10 +649,11 @@ class _LinearHead:
         by_edge: Float[Tensor, " e"],
         *of_entropies: Float[Tensor, " r"],
     ) -> None:
-        """Add the gradients of a chunk, from those by its log-probabilities.
+        """Add the gradients of a chunk.
 
         Args:
-            of_entropies: the rows' entropies and the gradients by them, if the loss has any.
+            by_edge: gradients with respect to log-probabilities.
+            of_entropies: the rows' entropies and their gradients, if the loss has any.
         """
         by_row = torch.zeros_like(lse).index_add_(0, chunk.own.row, by_edge)
         grad_logits = logits.gradient(lse, chunk.own, Slopes(by_edge, by_row, *of_entropies))
@@ -750,7 +751,7 @@ class _LinearScores(torch.autograd.Function):
 
 
 def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: Scaling, need_entropy, found):
-    """The same for a head that is more than a matrix (an adapter around it): autograd, one chunk at a time."""
+    """Score a head that is more than a matrix (such as an adapter around one) by autograd, chunk by chunk."""
 
     def score(x: Tensor, chunk: _Chunked) -> tuple[Tensor, Tensor]:
         logits = head_forward(x)

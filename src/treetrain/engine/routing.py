@@ -1,11 +1,11 @@
 """The routers of a mixture of experts in a step: their auxiliary loss, and recorded choices.
 
-The auxiliary loss is E * sum over experts of f_e * P_e over all tokens of all rows and all layers with experts at once:
-f_e is how often an expert is chosen, P_e its mean probability (Switch Transformer, arXiv 2101.03961, equation 4). A
-token of the tree counts once per trajectory through it.
+The auxiliary loss is E times the sum of f_e * P_e over the experts. f_e is how often an expert is chosen and P_e its
+mean probability, both over all tokens of all rows and all layers with experts at once (Switch Transformer, arXiv
+2101.03961, equation 4). A token of the tree counts once per trajectory through it.
 
 The loss is over all tokens, but the choices have no gradient. So once all choices are known, the gradient of every
-probability is E * f_e / tokens times the token's count, whatever else is in the pass. The backward of the router's
+probability is E * f_e / tokens times the token's count, in whichever pass the token is. The backward of the router's
 output weights adds it, so it needs no graph of its own and works with activation checkpointing.
 
 Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token, P layers with experts.
@@ -36,8 +36,8 @@ from treetrain.tree.token_tree import TokenTree
 
 METRIC = "router_aux_loss"
 FORMULA_TOLERANCE = 1e-2
-"""Relative difference allowed between the model's own auxiliary loss of a pass and this one of the same logits. Two
-orders of summation in bfloat16 stay within it; another formula does not."""
+"""Allowed relative difference between the model's own auxiliary loss of a pass and this module's loss of the same
+logits. Another order of summation in bfloat16 stays within it; another formula does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class RouterBalance:
 
     @property
     def slope(self) -> Float64[Tensor, " E"]:
-        """The gradient of the loss by each token's probabilities."""
+        """The gradient of the loss with respect to a token's probabilities."""
         return (len(self.choices) / self.tokens**2) * self.choices
 
     @classmethod
@@ -90,7 +90,7 @@ class RouterBalance:
 
         Args:
             weights: how often each token counts; None: once.
-            tokens: the sum of the weights. (Reading it from a GPU would wait for the work queued there.)
+            tokens: the sum of the weights; computing it here would wait for a GPU's queued work.
         """
         assert (weights is None) == (tokens is None)
         chosen = probabilities.topk(top_k, dim=-1).indices
@@ -137,7 +137,7 @@ class Routing:
         """Reset the balance: the passes start over."""
         zeros = [torch.zeros(self.experts.experts or 0, dtype=torch.float64, device=self._device) for _ in range(2)]
         self.balance = RouterBalance(choices=zeros[0], probabilities=zeros[1], tokens=0.0)
-        """That of the passes so far."""
+        """The balance of the passes so far."""
         self.whole, self._collects = self._given, True
 
     @property
@@ -146,7 +146,7 @@ class Routing:
         return not self.balanced or self.whole is not None
 
     def settle(self) -> None:
-        """Call when all tokens have passed the routers. Their balance is the whole, unless one was given."""
+        """Call after all tokens have passed the routers. Their balance becomes `whole`, unless one was given."""
         self._collects = False
         if self.whole is None and self.balance.tokens:
             self.whole = self.balance
@@ -155,8 +155,8 @@ class Routing:
         """The `RouterPass` of one pass.
 
         Args:
-            tree_index: its tokens.
-            final: whether no later pass of the same run has these tokens.
+            tree_index: the tokens of the pass.
+            final: whether this is the run's last pass over these tokens.
         """
         recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
         if self._counts is None:
@@ -166,7 +166,7 @@ class Routing:
         return RouterPass(self, recorded, on_device(counts, self._device), float(counts.sum()), collects)
 
     def idle_run(self, tokens: int) -> "RouterPass":
-        """The `RouterPass` of a stand-in over so many tokens, which are not counted."""
+        """The `RouterPass` of a stand-in; its tokens are not counted."""
         counts = torch.zeros(tokens, dtype=torch.int64, device=self._device) if self.balanced else None
         return RouterPass(self, None, counts)
 
@@ -184,13 +184,13 @@ class Routing:
         return total + self.scale * self.loss, add_metrics(sums, {METRIC: (self.loss, part)})
 
     def slope(self, counts: Int[Tensor, " n"]) -> Float64[Tensor, "n E"]:
-        """d loss / d probability of some tokens."""
+        """d loss / d probability for some tokens."""
         return counts.double()[:, None] * (self.scale * (self.whole or self.balance).slope)
 
 
 @contextmanager
 def switched(model: nn.Module, experts: MixtureOfExperts | None, routing: Routing | None) -> Iterator[None]:
-    """Pass every call of a router to the current run, during the block, for a step that needs it.
+    """Inside the block, pass every router call to the current run, if the step needs it.
 
     Raises:
         UnsupportedModel: within the block, when a router is called outside of any run.
@@ -221,10 +221,10 @@ def _in_run(
 def by_place(
     experts: MixtureOfExperts, recorded: Int[np.ndarray, "N layers k"] | None
 ) -> Int64[np.ndarray, "N P k"] | None:
-    """Recorded experts by layer with experts; None where there are none.
+    """Recorded experts for the layers with experts only; None if nothing is recorded.
 
     Args:
-        recorded: of the layers with experts, or of all layers.
+        recorded: for the layers with experts, or for all layers.
     """
     if recorded is None or not (recorded >= 0).any():
         return None
@@ -248,29 +248,29 @@ class RouterPass:
     compares: bool = False
     """Whether the model's own auxiliary loss is compared with the formula."""
     own: RouterBalance | None = None
-    """The balance that the model's own loss is made from: every token counts once."""
+    """The balance behind the model's own loss, where every token counts once."""
     seen: set[int] = field(default_factory=set)
     """The places of the routers that were called."""
     share: Share | None = None
     """This rank's tokens, where context-parallel ranks divide the pass."""
     balance: RouterBalance | None = None
-    """That of the tokens counted in this pass so far."""
+    """The balance of the tokens counted in this pass so far."""
 
     def of_share(self, share: Share) -> "RouterPass":
-        """The same for one rank's tokens; no trajectory goes through those that pad them."""
+        """This pass for one rank's tokens only; padding tokens count 0."""
         return replace(
             self, recorded=share.of_tokens(self.recorded, -1), counts=share.of_tokens(self.counts, 0), share=share
         )
 
     def begin(self) -> dict[str, Any]:
-        """Arguments for the model's forward: whether it computes its own auxiliary loss. Call before it."""
+        """Call before the model's forward. Returns arguments for it: whether it computes its own auxiliary loss."""
         if self.counts is None:
             return {}
         self.compares = self.collects and not self.routing.verified
         return {"output_router_logits": self.compares}
 
     def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run in place of a router's forward, also when activation checkpointing runs it again."""
+        """Replaces a router's forward, also when activation checkpointing runs it again."""
         self.seen.add(router.place)
         if self.recorded is None:
             output = forward(*args, **kwargs)
@@ -295,7 +295,7 @@ class RouterPass:
         return logits, _Balanced.apply(weights, probabilities, self.counts * copies, self.routing), chosen
 
     def close(self, outputs: Any) -> None:
-        """End the forward: its balance counts; layers that run again later do not.
+        """End the forward and add its balance. Layers that run again later are not counted.
 
         Raises:
             UnsupportedModel: a router was not called, or the model's auxiliary loss differs.
@@ -324,7 +324,7 @@ class RouterPass:
 
 
 def _checked(router: Router, output: Any, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A router's output: logits [n, E], weights [n, k] of the chosen experts' outputs, and int64 [n, k] these experts.
+    """A router's output: logits [n, E], weights [n, k] of the chosen experts, and their numbers, int64 [n, k].
 
     Raises:
         UnsupportedModel: the output has another form.

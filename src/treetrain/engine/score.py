@@ -1,11 +1,12 @@
 """Score now, backward later: the primitive for integrations with frameworks.
 
-`Scored` is what `TreeEngine.score` returns: leaf tensors that any code may compute a loss from. After that loss's
-backward has filled their ``.grad``, `Scored.backward` runs these gradients through the tree, once.
-`treetrain.logprobs`, `values` and `rewards` do the same within one autograd node.
+`TreeEngine.score` returns a `Scored`: leaf tensors from which any code may compute a loss. After that loss's backward
+has filled their ``.grad``, `Scored.backward` runs these gradients through the tree, once. `treetrain.logprobs`,
+`values` and `rewards` do the same within one autograd node.
 
-`Scoring` runs the passes, for these and for batch-scope losses. If the graphs of all parts fit into the budget, they
-are kept until backward, and nothing runs twice. Else the parts are scored without graph, and run again in backward.
+`Scoring` runs the passes for all of them and for batch-scope losses. If the graphs of all parts fit into the budget,
+they are kept until backward, and nothing runs twice. Otherwise the parts are scored without graph and run again in
+backward.
 """
 
 from collections import Counter
@@ -35,7 +36,7 @@ _FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def switches_of(runtime: Runtime) -> dict[str, str]:
-    """The active adapters and the trained parameters, by name: they can change while all weights stay the same."""
+    """The active adapters and the trained parameters, by name. They can change while all weights stay the same."""
     switches = {}
     for name, module in runtime.model.named_modules():
         if "_active_adapter" in vars(module):
@@ -51,8 +52,8 @@ class Scoring:
     """A batch that is scored now and may run backward later, once.
 
     Args:
-        plan: the plan of the batch; whether graphs are kept is decided here.
-        routing: what the call does with the routers of experts.
+        plan: the plan of the batch; this class decides whether its graphs are kept.
+        routing: the routers' auxiliary loss and recorded experts.
         entropy, statistics: whether to compute these too.
     """
 
@@ -69,7 +70,7 @@ class Scoring:
         self.tokens_without_graph, self.attention = 0, Counter[str]()
         self.table = runtime.table(plan.layout, entropy=entropy, statistics=statistics)
         self._kept: Executor | None = None
-        # Backward usually runs outside the caller's autocast, which parts that run again need.
+        # Backward usually runs outside the caller's autocast, but parts that run again need it.
         device = model_device(runtime.model).type
         self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast,
@@ -80,7 +81,7 @@ class Scoring:
         )
 
     def forward(self) -> ScoreTable:
-        """Score everything; returns the table, whose tensors are in no graph."""
+        """Score everything; returns the table. Its tensors have no graph."""
 
         def passes(plan: Plan, counts: PassCounts) -> None:
             if self.routing is not None:
@@ -139,12 +140,12 @@ class Scoring:
 
 
 class States(NamedTuple):
-    """The states whose values are scored in place of predictions."""
+    """States whose values are scored; there are no predictions."""
 
     rows: Int64[np.ndarray, " T"]
     """Rows of the layout."""
     lengths: list[int] | None
-    """How many belong to each trajectory; None: one, which is its reward."""
+    """Number of states of each trajectory; None: one, whose value is the reward."""
 
 
 class Scored:
@@ -156,7 +157,7 @@ class Scored:
     logprobs: list[Tensor]
     """K tensors [L_k - 1], in nats: entry t is the log-probability of token t + 1 of a trajectory."""
     entropies: list[Tensor] | None
-    """K tensors [L_k - 1], in nats: entropy of the distribution that token t + 1 was drawn from; None if not asked."""
+    """K tensors [L_k - 1], in nats: entropy of the distribution of token t + 1; None if not asked for."""
     values: list[Tensor] | None
     """K tensors [L_k - 1] or [L_k - 1, c]: value of the state before token t + 1; None if not asked for."""
     rewards: Float[Tensor, " K *c"] | None
@@ -175,7 +176,7 @@ class Scored:
     unique_tokens: int
     """Tokens of the tree."""
     computed_tokens: int
-    """Tokens that went through the model: the tree's, less those that no wanted prediction depends on."""
+    """Tokens that went through the model: those of the tree that some wanted prediction depends on."""
 
     def __init__(self, name: str, scoring: Scoring, tree: TokenTree, reads: Batch | States, *, values: bool):
         """Run the forward, and make the leaves.
@@ -254,12 +255,12 @@ class Scored:
 
         Args:
             sync: with several ranks, average gradients over them (reduce sharded ones), as `DistributedDataParallel`
-                does. False leaves them local; pass it in all calls of an accumulation but the last.
+                does. False leaves them local; pass it in every call of an accumulation except the last.
 
         Raises:
-            RuntimeError: a second call; weights, adapters or what is trained changed since `score`; no gradient has
-                arrived; a score under ``torch.no_grad``; memory ran out while gradients of earlier calls lay in
-                ``.grad``.
+            RuntimeError: a second call; weights, adapters or ``requires_grad`` changed since `score`; no leaf has a
+                gradient; `score` ran under ``torch.no_grad``; memory ran out while ``.grad`` held gradients of earlier
+                calls.
             RanksDisagree: another rank failed, or has another `sync`.
         """
         runtime = self._scoring.runtime

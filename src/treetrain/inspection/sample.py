@@ -19,19 +19,19 @@ from treetrain.tree.token_tree import TokenTree
 MEMORY_TOKENS = 1 << 25
 """All rows are kept up to this many flat tokens."""
 SAMPLE_TOKENS = 1 << 22
-"""Flat tokens of a sample, at most; at least half as many."""
+"""Most flat tokens of a sample, unless one group or run is large. A larger one is cut to half of this."""
 TOGETHER = 64
 """Number of neighbouring rows that a sample of a tree keeps together."""
 HASHES = 1 << 32
 """Number of possible hashes."""
 COMMON = 1 / 32
-"""Rows without a group are grouped by their first tokens, by so many that no group has more of the rows than this."""
+"""Rows without a group are grouped by a prefix long enough that no group has more than this share of the rows."""
 
 
 def rows_of_tree(
     tree: TokenTree, *, memory_tokens: int = MEMORY_TOKENS, sample_tokens: int = SAMPLE_TOKENS
 ) -> list[Trajectory]:
-    """The rows to keep of a batch given as a tree: all, or random runs of neighbouring rows."""
+    """The rows of a tree to keep: all, or random runs of neighbouring rows."""
     if tree.num_flat_tokens <= memory_tokens:
         return list(tree.trajectories)
     order = np.argsort(tree.trajectory_last, kind="stable")
@@ -49,8 +49,8 @@ class Sampler:
     """Keeps the rows that are read if they fit in memory, else a sample. Pass it to `tt.load` as `collect`.
 
     Args:
-        memory_tokens: the largest number of flat tokens that are kept.
-        sample_tokens: the largest number of flat tokens of a sample.
+        memory_tokens: all rows are kept up to this many flat tokens.
+        sample_tokens: see `SAMPLE_TOKENS`.
         progress: called with the number of rows read so far.
     """
 
@@ -129,7 +129,7 @@ def _hash(name: Hashable) -> int:
 
 
 def _prefix(rows: list[Trajectory]) -> int:
-    """The shortest prefix length that at most a share of `COMMON` of the rows, or one row, have in common."""
+    """The shortest prefix length at which at most a share of `COMMON` of the rows (or one row) have equal prefixes."""
 
     def splits(count: int) -> bool:
         alike = Counter(row.ids[:count].tobytes() for row in rows).values()

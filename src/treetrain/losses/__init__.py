@@ -1,7 +1,7 @@
-"""Losses, called without a tree: cross-entropy, policy losses, values, distillation, preference optimisation.
+"""Losses on rows: cross-entropy, policy losses, values, distillation, preference optimisation.
 
-Notation: l = the log-probability now, old = that under the policy that sampled the row, A = the advantage,
-r = exp(l - old); v = the value predicted for the state before a token, R = its return, both in the unit of the rewards.
+Notation: l = the log-probability now, old = the one under the policy that sampled the row, A = the advantage,
+r = exp(l - old); v = the predicted value of the state before a token, R = its return, both on the scale of the rewards.
 Each loss is a frozen dataclass whose fields are its options. All policy losses are one class, with REINFORCE, PPO,
 GRPO, DAPO, Dr. GRPO and GSPO as presets.
 """
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 REQUIRED = inspect.Parameter.empty
-"""The default of an option that has none."""
+"""Marks an option without a default."""
 
 # ---- divergences from sampled tokens alone
 
@@ -70,14 +70,14 @@ REQUIRED = inspect.Parameter.empty
 def k1(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """l - ref: unbiased, can be negative, high variance.
 
-    As a loss its gradient is that of l alone, with mean 0 on tokens sampled from the policy: it measures
-    the KL but does not reduce it. Train with k2 or k3.
+    Its gradient is that of l alone, with mean 0 on tokens sampled from the policy. So it measures the KL, but as a
+    loss it does not reduce it. Train with k2 or k3.
     """
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """(l - ref)^2 / 2: biased, never negative; its gradient estimates that of KL(policy || reference) without bias."""
+    """(l - ref)^2 / 2: biased, never negative; its gradient is an unbiased estimate of that of KL(policy || ref)."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
@@ -130,10 +130,10 @@ class DistillLoss(Loss):
     by_prediction = True
 
     estimator: Literal["k2", "k3"] = "k3"
-    """The averaged value, and the divergence that its gradient lowers if the student sampled the rows. "k2":
-    (l - t)^2 / 2, never negative; its gradient, that of -A l with A = t - l, is that of KL(student || teacher). "k3":
-    exp(t - l) - 1 - (t - l), never negative, an unbiased value of KL(student || teacher); its gradient, 1 - exp(t - l),
-    is that of KL(teacher || student), and is large where the teacher finds a token much more likely."""
+    """The loss of a token, never negative; the gradients given here are those on rows that the student sampled.
+    "k2": (l - t)^2 / 2. Its gradient is that of KL(student || teacher), the same as that of -A l with A = t - l.
+    "k3": exp(t - l) - 1 - (t - l), an unbiased estimate of KL(student || teacher). Its gradient, 1 - exp(t - l), is
+    that of KL(teacher || student), and is large where the teacher gives a token a much higher probability."""
 
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         teacher, shares = facts.teacher_logprobs, facts.shares(self.reduction)
@@ -146,16 +146,16 @@ class DistillLoss(Loss):
 class ValueLoss(Loss):
     """A critic's loss: PPO's clipped value loss, max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2.
 
-    v is the value predicted now, old that when the rows were sampled (`values`), R the return (`returns`). The larger
-    of both errors keeps v near its old value and never rewards a step away from the return. Implementations of PPO
+    v is the value predicted now, old the one predicted at sampling (`values`), R the return (`returns`). The maximum of
+    the two errors keeps v near its old value and never rewards a step away from the return. Implementations of PPO
     (arXiv 1707.06347) add it to the policy loss, see `PolicyLoss`; the paper itself has the plain square.
 
-    For a model for token classification with one label, or a value head on a causal LM (`TreeEngine(model,
-    value_head=...)`). A row's entry t is about the state before its token t: v is predicted from the hidden state of
+    It needs a token-classification model with one label, or a value head on a causal LM (`TreeEngine(model,
+    value_head=...)`). A row's entry t belongs to the state before its token t: v is predicted from the hidden state of
     token t - 1.
 
-    Metrics: value_loss, value, value_clip_fraction (tokens whose gradient is 0), and the two sums that explained
-    variance is made of: value_error (mean of (R - v)^2) and return_square (mean of R^2, with `return` its mean).
+    Metrics: value_loss, value, value_clip_fraction (tokens whose gradient is 0), and means for computing the explained
+    variance: value_error (of (R - v)^2), return (of R) and return_square (of R^2).
     """
 
     by_prediction = True
@@ -175,7 +175,7 @@ class ValueLoss(Loss):
         if self.clip is not None:
             change = values - facts.values
             clipped = (facts.values + change.clamp(-self.clip, self.clip) - returns).square()
-            # Where nothing is clipped both are equal but for rounding, which must not count.
+            # Where nothing is clipped the errors differ only by rounding, which must not count.
             held = (change.abs() > self.clip) & (clipped > error)
             error = torch.where(held, clipped.detach(), error)
         watched = {
@@ -196,19 +196,19 @@ sft, distill, value = SFTLoss, DistillLoss, ValueLoss
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss(Loss):
-    """Every policy loss; `ppo`, `grpo` and the others are its presets, each with the options that it has a use for.
+    """All policy losses in one class. `ppo`, `grpo` and the others are presets that show only the options they use.
 
-    It is a policy term per token, corrected for the sampler's numerics, + kl * KL(policy || reference) - entropy *
-    entropy of the policy + value_coefficient * value loss.
+    The loss of a token is a policy term, corrected for the sampler's numerics, + kl * KL(policy || reference) - entropy
+    * entropy of the policy + value_coefficient * value loss.
 
     Metrics: policy_loss, advantage; with clipping ratio (and _max, _min), clip_fraction (and _low, _high), approx_kl =
     KL(old || now); kl and entropy where computed; those of `ValueLoss`. With a correction: importance (the mean factor;
-    importance_square that of its square, so 1 / (importance_square / importance^2) is the effective share of the
-    tokens; _max and _min before the cap), importance_capped (the share above it), rollout_kl = KL(rollout || old).
+    _max and _min are taken before the cap), importance_square (the mean of its square: importance^2 / importance_square
+    is the effective share of the tokens), importance_capped (the share above the cap), rollout_kl = KL(rollout || old).
     """
 
     surrogate: Literal["logprob", "clipped", "clipped sequence"] = "clipped"
-    """-A l; -min(r A, clip(r) A); or the latter with the row's ratio, exp(mean of l - old over its tokens)."""
+    """-A l; -min(r A, clip(r) A); or the same with the row's ratio, exp(mean of l - old over its tokens)."""
     clip: float = numeric(0.2, high=1.0)
     """The ratio is clipped to 1 - clip and 1 + clip."""
     clip_low: float | None = numeric(None, high=1.0)
@@ -216,8 +216,8 @@ class PolicyLoss(Loss):
     clip_high: float | None = numeric(None, high=math.inf)
     """Sets the upper bound in place of `clip`."""
     on_policy: bool = False
-    """The model of this step sampled the rows: r = 1 with the gradient of l, and old_logprobs are not read. Otherwise
-    every trained row needs them."""
+    """Whether the present model sampled the rows: r = 1 with the gradient of l, and old_logprobs are not read.
+    Otherwise every trained row needs them."""
     length: float | None = numeric(None, positive=True)
     """The weight of every trained row in the normaliser, in place of its weights (Dr. GRPO)."""
     kl: float = numeric(0.0)
@@ -227,13 +227,13 @@ class PolicyLoss(Loss):
     entropy: float = numeric(0.0)
     """Coefficient of the entropy bonus."""
     log_entropy: bool = False
-    """Log the entropy without a bonus too, which makes the head compute more."""
+    """Whether to log the entropy even without a bonus; the head then computes more."""
     importance_cap: float | None = numeric(None, positive=True)
     """If given, the policy term (not KL or entropy) is multiplied by exp(old - rollout), which corrects for a sampler
     with other numerics, up to this number; rows then need rollout_logprobs. 2 to 5 is common."""
     importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
-    """"token_truncate" (larger factors become the cap) or "token_mask" (they become 0), for each token;
-    "sequence_truncate" or "sequence_mask": one factor per row, from the sum over its trained tokens."""
+    """Truncation turns larger factors into the cap, masking into 0. "token_" modes have one factor per token,
+    "sequence_" modes one per row, from the sum over its trained tokens."""
     value_coefficient: float = numeric(0.0)
     """Factor of the value loss (see `ValueLoss`); 0.5 is common. Above 0 the model needs a value head, and trained rows
     need returns (and values, for the clip). The value loss has the weights and the normaliser of the policy term."""
@@ -320,8 +320,8 @@ class PolicyLoss(Loss):
         """Truncated importance sampling for rows that were sampled with other numerics than training's.
 
         Returns:
-            The factor of each token's policy term, exp(old - rollout) of the token or the row, bounded; numbers to log;
-            the factors without the bound.
+            The bounded factor of each token's policy term, exp(old - rollout) of the token or the row; numbers to log;
+            the unbounded factors.
         """
         log_ratio = old - facts.rollout_logprobs
         if self.importance_mode.startswith("sequence"):
@@ -340,7 +340,7 @@ class PolicyLoss(Loss):
         return factor, watched, log_ratio.exp()
 
     def coefficients(self, facts: Facts) -> Float[Tensor, " T"] | None:
-        # On policy r = 1, so the gradient of the policy term is -A whatever l is.
+        # On policy r = 1, so the gradient of the policy term is -A for any l.
         constant = (self.on_policy or not self.clipped) and self.importance_cap is None
         kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
         if not (constant and kl_is_linear and self.value_coefficient == 0) or "entropies" in self.needs:
@@ -352,7 +352,7 @@ class PolicyLoss(Loss):
 
 
 def _mean_of_row(per_prediction: Float[Tensor, " T"], facts: Facts) -> Float[Tensor, " T"]:
-    """The weighted mean over the row that each prediction is in."""
+    """The weighted mean over each prediction's row."""
     return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
 
 
@@ -362,12 +362,12 @@ P = ParamSpec("P")
 def _preset(
     options: Callable[P, PolicyLoss], *hidden: str, **defaults: Any
 ) -> Callable[[Callable[..., PolicyLoss]], Callable[P, PolicyLoss]]:
-    """Give a function the options of `PolicyLoss`: its own defaults, and not those that it has no use for.
+    """Give a function the options of `PolicyLoss`, with defaults of its own and without the hidden ones.
 
     Args:
         options: PolicyLoss, whose parameters the function gets.
-        hidden: options that the function does not have. The surrogate is none, and the length only if it is a default.
-        defaults: its own defaults; `REQUIRED` for an option that must be given.
+        hidden: options to leave out. `surrogate` is always left out, `length` unless it is in `defaults`.
+        defaults: the function's defaults; `REQUIRED` for an option that must be given.
     """
     hidden = (*hidden, "surrogate", *(() if "length" in defaults else ("length",)))
     parameters = inspect.signature(options).parameters.values()
@@ -389,7 +389,7 @@ def _preset(
 
 @_preset(PolicyLoss, "clip", "clip_low", "clip_high", "on_policy", surrogate="logprob")
 def reinforce(**options: Any) -> PolicyLoss:
-    """The score-function loss -A l (Williams 1992); the policy that sampled is taken to be the present one.
+    """The score-function loss -A l (Williams 1992). It assumes that the present policy sampled the rows.
 
     Reduction "token" is the policy gradient, a sum over tokens, up to one factor for the whole step; "trajectory"
     divides each trajectory's sum by its length. With value_coefficient it is advantage actor-critic.
@@ -428,9 +428,9 @@ def dapo(**options: Any) -> PolicyLoss:
 def dr_grpo(**options: Any) -> PolicyLoss:
     """GRPO done right (arXiv 2503.20783, section 3): no division by an answer's length, nor by a group's deviation.
 
-    The sum over all weighted tokens of the clipped surrogate (and of KL and entropy), divided by the number of trained
-    rows times `length`, the most tokens that an answer may have, the same in every step of a run. The advantages should
-    be rewards minus the mean of the group, not divided by its standard deviation: `group_advantages(...,
+    The loss is the sum over all weighted tokens of the clipped surrogate (and of KL and entropy), divided by the number
+    of trained rows times `length`. `length` is the most tokens that an answer may have, constant during a run.
+    Advantages should be rewards minus the group's mean, not divided by its standard deviation: `group_advantages(...,
     divide_by_std=False)`. Metrics are means over tokens.
     """
     return PolicyLoss(**options)
@@ -507,7 +507,7 @@ class DPOLoss(Loss):
     reduction: Reduction = dataclasses.field(default="trajectory", init=False, repr=False)
 
     beta: float = numeric(0.1, positive=True)
-    """How strongly the policy is held to the reference."""
+    """Strength of the pull towards the reference."""
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise DataError for a missing fact, or rows that are not pairs; see `find_pairs`."""
@@ -553,7 +553,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 
 
 def by_name(name: str, **options: Any) -> Loss:
-    """A loss from its name and its options as keyword arguments.
+    """Make a loss from its name and its options.
 
     Raises:
         ValueError: an unknown name or option, a missing option, or one out of its range.

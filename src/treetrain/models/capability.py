@@ -1,4 +1,4 @@
-"""Checks before any work that a model is exact on a tree, and refuses it with a reason otherwise.
+"""Checks that a model is exact on a tree before it runs, and refuses it with a reason otherwise.
 
 The checks look at layers (their kind, window and rotary scaling), not at the name of the model. Static checks cannot
 see everything, such as a layer that mixes tokens without the attention interface, or a forward that rescales the logits
@@ -64,7 +64,7 @@ class LogitMap:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def apply_(self, logits: Float[Tensor, "*rows"], *, want_slope: bool) -> Float[Tensor, "*rows"] | None:
-        """Apply the map in place. With a cap and `want_slope`, returns the derivative by the given logits."""
+        """Apply the map in place. With a cap and `want_slope`, returns its derivative at the given logits."""
         if self.factor != 1.0:
             logits.mul_(self.factor)
         if self.divisor != 1.0:
@@ -108,7 +108,7 @@ class ScalarHead:
     pooled: bool = False
     """Whether the model keeps only the value of each row's last token."""
     pad_token: int | None = None
-    """The padding id that such a model skips to find the last token of a row."""
+    """The padding id that a pooled model skips to find the last token of a row."""
 
     def values(self, forward: Callable[[Tensor], Any], rows: Float[Tensor, "n D"]) -> Float[Tensor, " n *c"]:
         """The values, in float32 or wider.
@@ -183,7 +183,7 @@ def users_head(head: nn.Module) -> ScalarHead:
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Whether a head is exactly an ``nn.Linear``, or the class that FSDP2 makes from one that it shards on its own."""
+    """Whether a head is exactly an ``nn.Linear``, or the class that FSDP2 makes of an ``nn.Linear`` that it shards."""
     kind = type(head)
     return kind is nn.Linear or (kind.__name__ == "FSDPLinear" and kind.__bases__[-1] is nn.Linear)
 
@@ -276,7 +276,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
         value_head: a user's head, applied to the hidden states that a causal LM passes to its head.
 
     Raises:
-        UnsupportedModel: names the layer or setting, its value, and what would be accepted.
+        UnsupportedModel: the message names the layer or setting, its value, and the accepted ones.
     """
     _check_compiled(model)
     lm = causal_lm(model)
@@ -323,7 +323,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
         )
     if value_head is not None:
         _check_noise(value_head)
-    # Layers may differ in their heads; transformers then raises when asked for a single number.
+    # Layers may have different numbers of heads; transformers then raises for `num_attention_heads`.
     if not getattr(text, "is_heterogeneous", False) and not getattr(text, "num_attention_heads", None):
         raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
     return Capabilities(
@@ -344,13 +344,13 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
 def drops_softcap(model: Any) -> bool:
     """Whether the model's attention ignores the soft-cap on attention scores that its configuration sets.
 
-    Tree attention follows the configuration. Some releases of transformers let such a model run by torch's fused
-    attention (`sdpa`), which has no soft-cap, so its separate rows would differ from the model that was trained.
+    Tree attention follows the configuration. Some releases of transformers let such a model run with torch's fused
+    attention (`sdpa`), which has no soft-cap. Its separate rows would then differ from the model that was trained.
     """
     config = _text_config(model.config)
     if not getattr(config, "attn_logit_softcapping", None):
         return False
-    # "eager" is not in the interface: its function is in the family's own file.
+    # "eager" is not in the interface: each family's own file defines it.
     function = AttentionInterface().get(config._attn_implementation)
     return function is not None and "softcap" not in inspect.signature(function).parameters
 
@@ -378,7 +378,7 @@ def _check_class(lm: nn.Module, config: Any) -> None:
     forwards = [vars(kind)["forward"] for kind in type(lm).__mro__ if "forward" in vars(kind)]
     taken = {parameter for forward in forwards for parameter in inspect.signature(forward).parameters}
     if "position_ids" not in taken:
-        # Such a model counts positions itself, on through all branches (decoders of the BART family do).
+        # Such a model (decoders of the BART family) counts positions itself, through all branches without a reset.
         raise UnsupportedModel(f"{name} takes no position_ids, so a branch cannot start at its own position.")
     for module_name, module in lm.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -445,8 +445,8 @@ def _check_noise(model: nn.Module) -> None:
 def _check_rotary(model: nn.Module, config: Any) -> int | None:
     """The longest row for which rotary frequencies do not depend on the length; None for any length.
 
-    A tree runs in one or several calls, whose lengths are not those of its rows. So scalings that depend on the length
-    are exact only if every row is within this limit.
+    A tree runs in one or several calls, and their lengths differ from those of its rows. So scalings that depend on the
+    length are exact only if every row is within this limit.
 
     Raises:
         UnsupportedModel: the scaling is not known, or an earlier call has stretched the frequencies.

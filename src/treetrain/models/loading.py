@@ -1,8 +1,8 @@
-"""Loads models, configurations and tokenizers by one kind of name: a preset, a local folder or a hub id.
+"""Loads models, configurations and tokenizers by name: a preset, a local folder or a hub id.
 
 A model that would not be exact on a tree is refused from its configuration, before weights are read or downloaded.
 Presets are small built-in models with random weights, for trying things out without a network. Their tokenizer and chat
-template are in the folder presets; `examples/countdown/train_tokenizer.py` trained it. Reading it needs no torch.
+template are in the folder presets; `examples/countdown/train_tokenizer.py` trained it. Loading it needs no torch.
 """
 
 import json
@@ -34,16 +34,15 @@ _FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "subfolder"
 def load_model(
     name_or_path: str | Path, *, dtype: "torch.dtype | str" = "float32", seed: int = 0, **options: Any
 ) -> "PreTrainedModel":
-    """Load a causal language model, on the CPU unless `options` say otherwise, in evaluation mode.
+    """Load a causal language model in evaluation mode, on the CPU unless `options` say otherwise.
 
     A model that would not be exact on a tree is refused from its configuration, before weights are read or downloaded.
-    A model with soft-capped attention scores gets eager attention if transformers would choose an attention that
-    ignores the cap.
+    A model with soft-capped attention scores gets eager attention if transformers' choice would ignore the cap.
 
     Args:
         name_or_path: a preset's name ("tiny" or "small": random weights, no download), else a local folder, else a
             hub id ("Qwen/Qwen3-0.6B").
-        dtype: dtype of the weights; "auto" keeps that of the checkpoint (float32 for a preset).
+        dtype: dtype of the weights; "auto" keeps the checkpoint's (float32 for a preset).
         seed: seed of a preset's random weights; not used otherwise.
         options: passed to `AutoModelForCausalLM.from_pretrained`; not allowed for presets.
 
@@ -82,7 +81,7 @@ def load_model(
 
 
 def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
-    """The configuration of a model named as in `load_model`. Raises DataError or UnsupportedModel as it does."""
+    """Load the configuration of a model. Names and errors are those of `load_model`."""
     name = str(name_or_path)
     if name in PRESETS:
         return _preset_config(**PRESETS[name])
@@ -161,7 +160,7 @@ def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
         The model; None if its constructor cannot run without weights.
 
     Raises:
-        UnsupportedModel: transformers knows no causal language model of this configuration.
+        UnsupportedModel: transformers has no causal language model for this configuration.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -190,8 +189,7 @@ def check_config(config: Any, **options: Any) -> "Capabilities | None":
         options: passed to `AutoModelForCausalLM.from_config`.
 
     Returns:
-        The capabilities; None if the model cannot be built without weights, so that only the loaded model can be
-        checked.
+        The capabilities; None if the model cannot be built without weights. Then only the loaded model can be checked.
 
     Raises:
         UnsupportedModel: it is not a causal language model, or would not be exact on a tree.
@@ -205,7 +203,7 @@ def check_config(config: Any, **options: Any) -> "Capabilities | None":
 def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
     """Run `check_config` for a folder or hub id, as `from_pretrained` would load it with these options.
 
-    A configuration that cannot be read is ignored here; the loader raises the error.
+    A configuration that cannot be read is ignored here; the loader raises an error for it.
     """
     from transformers import AutoConfig
 
@@ -239,7 +237,7 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) -> DataError | UnsupportedModel:
-    """The error for what transformers raised: OSError where files are missing, ValueError for an unknown kind."""
+    """The error to raise in place of transformers' OSError (missing files) or ValueError (unknown model type)."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, ValueError) and what != "tokenizer":
         return UnsupportedModel(f"{name} holds no {what} that transformers knows: {reason}")

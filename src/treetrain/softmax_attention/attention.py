@@ -1,8 +1,8 @@
 """`tt.attention`: softmax attention of packed tokens along the paths of their tree, and the choice of its backend.
 
-On a CPU the backend is rectangles. On a GPU each forest has its own: varlen flash attention where the forest is chains
-and large rectangles, and the Triton kernels elsewhere. The environment variable ``TREETRAIN_ATTENTION`` names another.
-All backends compute the same; they differ in speed.
+On a CPU the backend is "rectangles". On a GPU it depends on the forest: varlen flash attention if the forest is chains
+and large rectangles, else the Triton kernels. The environment variable ``TREETRAIN_ATTENTION`` names another. All
+backends compute the same result; they differ in speed.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
@@ -35,7 +35,7 @@ def _rectangles(
 
 
 def _varlen(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> CachedAttention | None:
-    # Parts below a path are left to the other backend: see varlen.py.
+    # The Triton kernels serve parts below a path: see varlen.py.
     if cache is not None and cache.path_tokens > 0:
         return None
     pieces = pieces_of(forest)
@@ -54,16 +54,16 @@ BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], Ca
     "varlen": _varlen,
     "triton": _triton,
 }
-"""By name, what makes a backend from a forest, the cache, the device, and the query heads times their size. "varlen"
-makes None of forests that it is slow for; the Triton kernels take these."""
+"""Constructors of backends by name, called with the forest, the cache, the device, and the query heads times their
+size. "varlen" returns None for forests on which it is slow; the Triton kernels serve these."""
 
 
 def choose_backend(device: torch.device, name: str | None = None) -> str:
-    """The name of the backend for a device: the given one, or what the environment or the default says.
+    """The name of the backend for a device: the given one, else that of the environment variable, else the default.
 
     Raises:
-        NotImplementedError: a device that no backend covers.
-        ValueError: a backend was named that does not exist, or cannot run there.
+        NotImplementedError: a device that no backend supports.
+        ValueError: the named backend does not exist, or cannot run on the device.
     """
     if device.type not in DEFAULTS:
         raise NotImplementedError(f"no tree attention for device {device.type!r}; use 'cpu' or 'cuda'")
@@ -100,7 +100,7 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 class AttentionTree:
-    """A packed forest as attention takes it, with all that its layers share (schedules, masks, tile lists).
+    """The attention of a packed forest, with the data that all layers share (schedules, masks, tile lists).
 
     Args:
         forest: N tokens.
@@ -132,7 +132,7 @@ class AttentionTree:
         """See `attention`."""
         device = query.device.type
         if torch.is_autocast_enabled(device):
-            # A normalised query may be float32 while the value is bfloat16: cast as stock attention would.
+            # A normalised query may be float32 while the value is bfloat16. Cast all, as stock attention does.
             query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
         self._check(query, key, value, sinks)
         if self._cache is not None and layer is None:
@@ -146,14 +146,14 @@ class AttentionTree:
         return chosen(query, key, value, scale, layer, spec, sinks)
 
     def _effective(self, spec: AttentionSpec) -> AttentionSpec:
-        """The spec, with full attention in place of a range that no path of the forest is longer than."""
+        """The spec; a range at least as long as every path of the forest is replaced by full attention."""
         if spec not in self._specs:
             cuts = spec.visible_range != FULL and np.asarray(spec.visible_range.lowest(self._forest.depth)).any()
             self._specs[spec] = spec if cuts else AttentionSpec(FULL, spec.softcap)
         return self._specs[spec]
 
     def backend(self, query: Tensor, value: Tensor, spec: AttentionSpec, name: str | None = None) -> CachedAttention:
-        """The backend of a layer with these tensors: the named one; for None the one that the first call chose."""
+        """The backend of a layer: the named one, or the one that the first call chose; Triton's where varlen cannot."""
         place = name, query.device
         if place not in self._chosen:
             self._chosen[place] = choose_backend(query.device, name)
@@ -164,7 +164,7 @@ class AttentionTree:
         return made
 
     def _make(self, name: str, query: Tensor) -> CachedAttention | None:
-        """The backend of that name, made once for all layers."""
+        """The backend of a name, constructed once for all layers."""
         place = name, query.device
         if place not in self._made:
             size = query.shape[1] * query.shape[2]
@@ -211,8 +211,8 @@ def attention(
 ) -> Float[Tensor, "N H V"]:
     """Attention of every packed token to itself and its ancestors in the tree, differentiable.
 
-    The result at a token is that of causal attention on the token's row by itself. Positions are the model's business:
-    apply rotary embeddings for ``positions`` of `pack` beforehand.
+    The result at a token is that of causal attention on the token's row alone. Apply rotary embeddings beforehand, at
+    the ``positions`` of `pack`.
 
     Args:
         query: N tokens, H heads of size D; any floating dtype.
@@ -225,15 +225,15 @@ def attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
-        backend: "rectangles" (CPUs), "triton" or "varlen" (GPUs). None chooses by device, or what the
-            environment variable TREETRAIN_ATTENTION names.
+        backend: "rectangles" (CPUs), "triton" or "varlen" (GPUs). None: the one that the environment variable
+            TREETRAIN_ATTENTION names, else by device.
 
     Returns:
-        In the dtype of the query.
+        The output in the dtype of the query.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; a backend that does not exist or cannot run here.
-        NotImplementedError: a device that no backend covers.
+        NotImplementedError: a device that no backend supports.
     """
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap}: give a number above 0, or None for no cap")

@@ -1,13 +1,13 @@
 """Cuts the visible (query, key) pairs of a forest into few stock attention calls.
 
-Every visible pair is in exactly one call. The kinds of calls are (docs/design.md):
+Every visible pair is in exactly one call. There are four kinds of calls (docs/design.md):
 
 - a *chain*: a run of first children, contiguous in pre-order; one causal call;
-- a *rectangle*: everything that hangs off a chain at one fork, against the chain down to that fork; no mask needed;
+- a *rectangle*: all subtrees that leave a chain at one fork, against the chain down to that fork; no mask needed;
 - *tiles*: a region with many small segments is cut into runs of up to ``TILE`` consecutive tokens. Inside its region, a
-  token of a run sees only the run itself and the path of the run's first token (in pre-order, a token before the run
-  that is an ancestor of any token of the run is an ancestor of the first one too). Tiles of similar size are padded and
-  computed by one masked call.
+  token of a run sees only the run itself and the path of the run's first token. (In pre-order, a token before the run
+  that is an ancestor of any token of the run is an ancestor of the first one too.) Tiles of similar size are padded and
+  computed by one masked call;
 - a *block*: one rectangle for the light subtrees of consecutive forks of a chain, and tiles that also gather the chain
   below the first of these forks (`fork_blocks`). It serves many small subtrees along a chain.
 
@@ -30,7 +30,7 @@ from treetrain.tree.layout import FULL, AttentionRange, PackedLayout
 TILE = 64
 """Queries in a tile."""
 MAX_TILE_PATH = 1024
-"""A region with longer paths than this is never tiled: masks would grow with depth."""
+"""Longest path of a region that is tiled; masks grow with depth."""
 QUERY_PAIRS = 50
 """Measured cost of one query in a batch or a rectangle besides its pairs (copies, merging), in query-key pairs."""
 KEY_PAIRS = 7
@@ -95,7 +95,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The calls of one layer. Chains and batches cover each query once; rectangles are then merged into the result."""
+    """The calls of one layer. Chains and batches contain each query once; rectangles are merged into their result."""
 
     num_tokens: int
     chains: list[tuple[int, int]] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Schedule:
 
 
 def make_schedule(forest: Forest, *, call_pairs: float = 8192.0) -> Schedule:
-    """The calls that cover ``forest`` at the least predicted cost.
+    """Choose the calls that cover ``forest`` at the least predicted cost.
 
     Args:
         call_pairs: cost of one more call, in query-key pairs (forward and backward together).
@@ -118,7 +118,7 @@ def make_schedule(forest: Forest, *, call_pairs: float = 8192.0) -> Schedule:
 
 
 Region = tuple[int, int, int]
-"""(start, stop, floor): tokens [start, stop), whose ancestors from token ``floor`` on are keys of their tiles."""
+"""(start, stop, floor): tokens [start, stop). The keys of their tiles include ancestors from token ``floor`` on."""
 
 
 class _Segments:
@@ -134,7 +134,7 @@ class _Segments:
         self.at = dict(zip(self.start, range(len(self.parent))))
 
     def siblings(self, start: int, stop: int) -> list[int]:
-        """Segments whose subtrees tile the token range [start, stop)."""
+        """Segments whose subtrees together are the token range [start, stop)."""
         found = []
         while start < stop:
             found.append(self.at[start])
@@ -169,7 +169,7 @@ class _Costs:
         return self.call + length * min(length, length / 2 + CAUSAL_BLOCK / 2)
 
     def rectangle(self, queries: Any, keys: Any) -> Any:
-        """Takes numbers or arrays."""
+        """Args: numbers or arrays."""
         return self.call + queries * (keys + QUERY_PAIRS) + keys * KEY_PAIRS
 
     def tiles(self, slots: Any, path: Any) -> Any:
@@ -200,7 +200,7 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
         rectangle=costs.rectangle,
         tiles=costs.tiles,
     )
-    best, above = [0.0] * count, [0.0] * count  # cost of a subtree; cost of what hangs off the chain above a fork
+    best, above = [0.0] * count, [0.0] * count  # cost of a subtree; of all that leave the chain above a fork
     decision = _Decision(how=[_REGION] * count, opens=list(range(count)))
     for top in np.unique(path_tops(forest.segment_parent))[::-1].tolist():
         cheapest, choice = costs.region(start[top], end[top], segments.depth[top], segments.max_depth[top]), _REGION
@@ -229,7 +229,7 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
 
 
 def _emit(segments: _Segments, decision: _Decision, schedule: Schedule) -> list[Region]:
-    """Follow the decisions down from the roots: add chains and rectangles to the schedule, return what tiles cover."""
+    """Follow the decisions from the roots down; add chains and rectangles to the schedule, return regions of tiles."""
     start, end, regions = segments.start, segments.end, []
     pending = [s for s, parent in enumerate(segments.parent) if parent < 0]
     while pending:
@@ -244,7 +244,7 @@ def _emit(segments: _Segments, decision: _Decision, schedule: Schedule) -> list[
             schedule.rectangles.append((below, end[last], start[top], below))
             regions.append((below, end[last], below))
         s = last - 1
-        while s >= top:  # what hangs off the chain above its last segment
+        while s >= top:  # subtrees that leave the chain above its last segment
             first = decision.opens[s]
             if end[s + 1] < end[first]:
                 schedule.rectangles.append((end[s + 1], end[first], start[top], start[first + 1]))
@@ -273,12 +273,12 @@ def tile_batches(
     lowest: Int64[np.ndarray, " N"] | None = None,
     tail: int = 0,
 ) -> list[Batch]:
-    """Batch tiles of similar shape; padding wastes about a quarter of a call at most.
+    """Batch tiles of similar shape; padding wastes at most about a quarter of a call.
 
     Args:
-        width: the number of query slots for a number of queries; tiles with the same number may share a call.
+        width: maps a number of queries to a number of query slots; tiles with equal slots may share a call.
         lowest: the least depth that each token sees; None if every token sees its whole path.
-        tail: number of first tokens of the forest that are keys only; query numbers leave them out.
+        tail: the first `tail` tokens of the forest are keys only; queries are numbered from `tail`.
     """
     tiles = sorted(tiles, key=lambda tile: (width(tile.stop - tile.start), len(tile.path)))
     batches, first = [], 0
@@ -296,9 +296,9 @@ def tile_batches(
 
 
 def _cut_tiles(forest: Forest, regions: list[Region]) -> list[Tile]:
-    """The tiles of all regions. Each gathers the path of its first token from its region's floor on.
+    """Cut all regions into tiles. A tile gathers the path of its first token from its region's floor on.
 
-    Adjacent regions share tiles unless the later one also sees tokens before it.
+    Adjacent regions share tiles unless the floor of the later one is before its start.
     """
     regions = sorted(regions)
     region_start = np.array([r[0] for r in regions], dtype=np.int64)
@@ -344,7 +344,7 @@ def _tile_batch(forest: Forest, tiles: list[Tile], lowest: Int64[np.ndarray, " N
 MAX_BLOCK_PATH = 512
 """Longest path of a block's tokens below its first fork. Blocks with longer paths save little and need large masks."""
 BLOCK_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Sizes of the blocks tried at each fork, in tiles; larger ones would save next to nothing."""
+"""Sizes of the blocks to try at each fork, in tiles; larger ones would save almost nothing."""
 
 
 class ForkBlocks(NamedTuple):
@@ -410,8 +410,8 @@ def fork_blocks(
 
     The *light* subtrees of a fork are those of all its children but the first. Take forks i..j of a chain, i above j.
     In pre-order their light subtrees are adjacent, the deepest fork's first, and form one token range R. All of R sees
-    the chain down to fork i: one unmasked rectangle. R also sees the chain between forks i and j and its own tokens:
-    tiles over R with short paths. So a chain of 100,000 forks needs a few hundred calls, not 100,000.
+    the chain down to fork i: this is one unmasked rectangle. R also sees the chain between forks i and j and its own
+    tokens: these are tiles over R with short paths. So a chain of 100,000 forks needs a few hundred calls.
 
     Args:
         parent, start, end: segments and the exclusive ends of their subtrees.
@@ -442,7 +442,7 @@ def fork_blocks(
         queries = stop[i] - bottom
         near = depth_sum[stop[i]] - depth_sum[bottom] - queries * below[i]
         pieces = -(-queries // TILE)
-        # A tile gathers the path of its first token; its later tokens attach higher up and see less of that path.
+        # A tile gathers the path of its first token; its later tokens branch off higher up and see less of that path.
         slack = (below - below[i]) / (2 * np.maximum(pieces, 1))
         cost[:, k] = rectangle(queries, keys[i]) + tiles(pieces * TILE, near / np.maximum(queries, 1) + slack)
     tried = first < last[:, None]
@@ -464,15 +464,15 @@ def _light_depth(parent: Int64[np.ndarray, " S"], max_depth: Int64[np.ndarray, "
 def _highest_first(
     path: Int64[np.ndarray, " forks"], below: Int64[np.ndarray, " forks"], deepest: Int64[np.ndarray, " forks"]
 ) -> Int64[np.ndarray, " forks"]:
-    """The highest fork from which a block down to each fork has no path longer than ``MAX_BLOCK_PATH``.
+    """For each fork, the highest fork where a block ending here may begin with no path over ``MAX_BLOCK_PATH``.
 
-    The next fork if there is none.
+    If there is none, the fork after it.
     """
     size = int(max(below.max(), deepest.max())) + 1
     # below[i] > deepest - MAX_BLOCK_PATH, i on the same chain; positions rise along a chain.
     needed = np.clip(deepest - MAX_BLOCK_PATH + 1, 0, size)
     least = np.searchsorted(path * (size + 1) + below, path * (size + 1) + needed)
-    # A block includes all forks between, so the strictest limits it; a fork that fits in no block separates blocks.
+    # A block includes all forks between, so the strictest limit counts; a fork that fits in no block separates blocks.
     return np.maximum.accumulate(np.minimum(least, np.arange(len(path)) + 1))
 
 
@@ -481,9 +481,9 @@ def _highest_first(
 MOST_QUERIES = 256
 """Most queries in a tile; a mask has up to three times as many entries per query."""
 QUERIES_PER_WINDOW = 8
-"""The window divided by this is the number of queries in a tile: masked-out work is about the square of a tile."""
+"""A tile has window / this many queries: masked-out work grows about with the square of a tile."""
 MOST_GATHERED = 1024
-"""A stretch of more keys than this that the whole tile sees is always a rectangle."""
+"""A longer stretch of keys that the whole tile sees is always a rectangle."""
 
 
 def local_schedule(
@@ -493,12 +493,12 @@ def local_schedule(
 
     Queries are cut into tiles of consecutive tokens in pre-order. A tile's keys are its own tokens and the path of its
     first token, from the least depth that any of its tokens sees. All tokens of a tile see some stretch of that path in
-    full; it becomes a rectangle where that pays. The other keys are gathered and masked, tiles of similar length in one
-    call. So work and masks are proportional to tokens times window, whatever the length of the paths.
+    full; it becomes a rectangle where that is cheaper. The other keys are gathered and masked, tiles of similar length
+    in one call. So work and masks are proportional to tokens times window for paths of any length.
 
     Args:
         forest: its roots are at depth `path_tokens`.
-        path_tokens: number of tokens above the forest; all are ancestors of every token of it.
+        path_tokens: number of tokens above the forest, ancestors of all its tokens.
         call_pairs: cost of one more call, in query-key pairs.
 
     Returns:
@@ -555,7 +555,7 @@ def _tile(
     call_pairs: float,
     rectangles: list[tuple[int, int, int, int]],
 ) -> Tile:
-    """A tile with the keys that it gathers; appends the stretches that are computed unmasked to `rectangles`."""
+    """A tile with the keys that it gathers. Appends the stretches that are computed unmasked to `rectangles`."""
     depth, low = depth[start:stop], lowest[start:stop]
     own, shallowest, least, most = int(depth[0]), int(depth.min()), int(low.min()), int(low.max())
     queries = stop - start

@@ -1,6 +1,6 @@
 """The numerics contract: loss and gradients of trees against rows, in three precisions, over random forests.
 
-In float64, transformers' own float32 casts are lifted, so that a float64 model computes in float64 throughout.
+In float64, transformers' own casts to float32 become casts to float64, so the model computes in float64 throughout.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Case:
     """A loss, and the same loss written out per token to check it."""
 
     loss: Any
-    """Given to `TreeEngine.forward_backward`."""
+    """The loss for `TreeEngine.forward_backward`."""
     per_token: linear.RowLoss | None = None
     reduction: str = "token"
     temperature: float = TEMPERATURE
@@ -50,7 +50,7 @@ PPO = Case(
 
 
 def scored(model: nn.Module, rows: Rows, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
-    """`linear.score_rows`, where every row goes through the experts it names."""
+    """`linear.score_rows`, with the recorded experts of every row that has them."""
     experts, found = check_model(model).experts if any(row.experts is not None for row in rows) else None, []
     for row in rows:
         forced: Any = contextlib.nullcontext()
@@ -63,7 +63,7 @@ def scored(model: nn.Module, rows: Rows, temperature: float) -> tuple[list[Tenso
 
 
 def expected(model: nn.Module, rows: Rows, cases: Sequence[Case]) -> list[tuple[float, Tensor]]:
-    """Loss and gradient of every case by the linear reference; cases with equal temperature share the forward."""
+    """Loss and gradient of every case by the linear reference; equal temperature and `prepare` share forwards."""
     results = {}
     for temperature, prepare in {(case.temperature, case.prepare) for case in cases}:
         own = prepare(rows)
@@ -93,7 +93,7 @@ def as_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 DOUBLE, SINGLE, RATIO = 1e-12, 1e-5, 1.5
-"""The contract's bounds: of errors in float64 and float32, and of the tree's bfloat16 error over that of the rows."""
+"""The contract's bounds on errors in float64 and float32, and on the tree's bfloat16 error over the rows'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +103,13 @@ class Errors:
     float64: float
     """The worst over forests, losses and engines."""
     float32_pairs: tuple[tuple[float, float], ...]
-    """Each error in float32, with the rows' own rounding: where terms of a gradient nearly cancel, the rows' float32
-    run is further off than the bound."""
+    """Each float32 error of a tree, and that of the rows against float64. Where terms of a gradient nearly cancel, the
+    rows' own error exceeds the bound."""
     bfloat16_tree: float | None
-    """Root mean square of the gradient's error against float64; None if the experts of a model with experts cannot be
-    forced, or if the rows' own gradient is not finite."""
+    """Root mean square of the gradient's error against float64; None if a model's experts cannot be forced, or if the
+    rows' own gradient is not finite."""
     bfloat16_rows: float | None
-    """The same of the rows."""
+    """The rows' own root mean square error; None in the same cases."""
 
     @property
     def float32(self) -> float:
@@ -118,12 +118,12 @@ class Errors:
 
     @property
     def rows_float32(self) -> float:
-        """The rows' own rounding where it is largest."""
+        """The rows' own worst error in float32."""
         return max(rounding for _, rounding in self.float32_pairs)
 
     @property
     def ratio(self) -> float | None:
-        """The tree's bfloat16 error over that of the rows."""
+        """The tree's bfloat16 error divided by that of the rows."""
         return self.bfloat16_tree / self.bfloat16_rows if self.bfloat16_tree and self.bfloat16_rows else None
 
     def check(self, *, lifted: bool = True) -> None:
@@ -150,16 +150,16 @@ def errors_of(
     """Compare losses and gradients of trees with those of each row alone, in three precisions.
 
     Both sides run on the same weights, rounded to bfloat16 beforehand so that all three precisions start equal. The
-    linear side is `treetrain.testing.linear`, which uses nothing of the library. In bfloat16 both sides use the experts
-    that the float32 rows choose: a choice that rounding changes is neither side's error.
+    linear side is `treetrain.testing.linear`, which runs the plain model. In bfloat16 both sides use the experts that
+    the float32 rows choose: a choice that rounding changes is not an error of either side.
 
     Args:
         model: it is copied.
         forests: rows with old log-probabilities.
         cases: losses, each with the same loss written out per token.
         engines: kinds of `TreeEngine`, each run on every forest; a subclass may force a plan.
-        lifted: whether the model's code runs with transformers' float32 casts lifted.
-        only_bfloat16: more forests for bfloat16, where one rounding may outweigh all others of a forest.
+        lifted: whether transformers' casts to float32 are lifted in float64.
+        only_bfloat16: more forests for bfloat16, where one rounding may outweigh all others in a forest.
     """
     low = as_dtype(model, torch.bfloat16)
     single, double = as_dtype(low, torch.float32), as_dtype(low, torch.float64)
@@ -190,7 +190,7 @@ def errors_of(
 
 
 def _errors(model, rows: Rows, cases: Sequence[Case], engines, truth, *, losses: bool = True) -> list[float]:
-    """Errors of all cases by the first engine, then by the next."""
+    """Errors of all cases with the first engine, then with the next."""
     found = []
     for engine in engines:
         for case, (loss, gradient) in zip(cases, truth):
@@ -218,8 +218,8 @@ def check_contract(
         prepare: changes the rows of a forest for all cases, for example adds recorded experts.
 
     Returns:
-        the worst relative error in "float64" and "float32"; "bfloat16 tree" and "bfloat16 linear", root mean squares
-        against float64; "distinct forests".
+        the worst relative error in "float64", and in "float32" (only where the rows' own error is below 3e-6);
+        "bfloat16 tree" and "bfloat16 linear", root mean squares against float64; "distinct forests".
 
     Raises:
         AssertionError: an error is above the contract's bound: 1e-12 in float64, 1e-5 in float32 (or 3 times the rows'
@@ -247,11 +247,11 @@ def check_contract(
 
 
 class Routes(TorchFunctionMode):
-    """Notes which experts the routers choose for every token of a row, or has them choose given ones.
+    """Records the experts that the routers choose for a row's tokens, or makes them choose given ones.
 
     Args:
-        experts: number to choose from.
-        top_k: number chosen.
+        experts: number of experts.
+        top_k: number chosen per token.
         given: int64 [L, routers, k]; -1 leaves the choice to the router.
     """
 
@@ -267,7 +267,7 @@ class Routes(TorchFunctionMode):
         source = args[0]
         if source.dim() != 2 or source.shape[1] != self._experts or found.indices.shape[1] != self._top_k:
             return found
-        if self._given is not None and len(self.found) < self._given.shape[1]:  # the rest are of an auxiliary loss
+        if self._given is not None and len(self.found) < self._given.shape[1]:  # later ones belong to an auxiliary loss
             given = torch.from_numpy(self._given[:, len(self.found)].astype(np.int64))
             chosen = torch.where(given < 0, found.indices, given)
             found = torch.return_types.topk((source.gather(1, chosen), chosen))
@@ -276,7 +276,7 @@ class Routes(TorchFunctionMode):
 
 
 def with_experts(model: nn.Module, rows: Rows) -> Rows | None:
-    """The rows with the experts that a model chooses for them where they name none.
+    """The rows with recorded experts; the model chooses those that are not recorded yet.
 
     Returns the rows themselves for a model without experts, and None if its choices cannot be observed.
     """
@@ -331,7 +331,7 @@ _LOG_SOFTMAX = {torch.nn.functional.log_softmax, torch.log_softmax, torch.Tensor
 
 
 class PureFloat64(TorchFunctionMode):
-    """Every cast of a float64 (or integer) tensor to float32 becomes one to float64; holds in backward too."""
+    """Turns every cast of a float64 (or integer) tensor to float32 into one to float64, in backward too."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -349,7 +349,7 @@ class PureFloat64(TorchFunctionMode):
             torch.float32,
             torch.float64,
         }:
-            # Positions were lifted, frequencies loaded in float32 were not. Unlike sums, products do not promote.
+            # Positions were lifted, but frequencies were loaded in float32. Unlike sums, products do not promote.
             args = tuple(x.double() for x in args if isinstance(x, torch.Tensor))
         return func(*args, **kwargs)
 

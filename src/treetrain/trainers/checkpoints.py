@@ -3,8 +3,8 @@
 transformers writes a checkpoint in place, file by file, and resumes from the folder with the highest number, whatever
 is in it (its issues 35525 and 35782). Here transformers and torch.distributed.checkpoint still write the files, but
 into a temporary folder. When every file is on the disk, a manifest with the SHA-256 of all files (and of itself) is
-added, and one rename gives the folder its name. So a kill at any moment leaves a complete checkpoint or none. Later
-changes by a disk, a copy or an editor are seen before loading.
+added, and one rename gives the folder its name. So a kill at any moment leaves a complete checkpoint or none. Loading
+detects later changes by a disk, a copy or an editor.
 """
 
 import errno
@@ -54,11 +54,11 @@ class TornCheckpoint(ValueError):
 
 
 class CheckpointNotWritten(OSError):
-    """A checkpoint that could not be written. Nothing of it is left, and older ones are as they were."""
+    """A checkpoint that could not be written. No part of it is left, and older ones are unchanged."""
 
 
 def hashes(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, str]:
-    """The SHA-256 of the files of a folder, which are on the disk then; each rank hashes a share of them."""
+    """Sync the files of a folder to the disk and return their SHA-256; each rank does a share of them."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())[rank::ranks]
     return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
 
@@ -73,7 +73,7 @@ def commit(temporary: Path, contents: Mapping[str, Any]) -> None:
     for path in [temporary / MANIFEST, *temporary.rglob("*/"), temporary, writing]:
         _sync(path)
     place, before = folder / temporary.name, folder / f"{temporary.name}-before-{order}"
-    if replaces := place.exists():  # torn, or of a run that was abandoned; a kill between the renames leaves it there
+    if replaces := place.exists():  # torn, or of an abandoned run; a kill between the renames leaves `before`
         os.rename(place, before)
     os.rename(temporary, place)
     _sync(folder)
@@ -112,11 +112,11 @@ def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def newest_first(folder: Path) -> dict[Path, float]:
-    """The checkpoints of a folder and the order in which they were written, as resuming tries them.
+    """The checkpoints of a folder with their order of writing, in the order in which resuming tries them.
 
-    The newest is the last one written, which is not always that of the highest step: a run that resumes from an older
-    checkpoint, or starts again in the same folder, writes lower steps later. Those without a readable manifest come
-    first, as of order infinity, so that resuming warns about them.
+    The newest is the last one written. It may not have the highest step: a run that resumes from an older checkpoint,
+    or starts again in the same folder, writes lower steps later. Checkpoints without a readable manifest come first,
+    with order infinity, so that resuming warns about them.
     """
     orders: dict[Path, float] = {}
     for path in folder.glob("checkpoint-*"):
@@ -127,7 +127,7 @@ def newest_first(folder: Path) -> dict[Path, float]:
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`, but never the newest, the best, or what may be no checkpoint."""
+    """Delete the oldest checkpoints beyond `limit`, but never the newest, the best, or one of unknown order."""
     if not limit or limit < 1:
         return
     newest = [path for path, order in newest_first(folder).items() if order < math.inf]
@@ -179,7 +179,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     """
 
     how_to_resume = "trainer.train(resume_from_checkpoint=True)"
-    """The command for resuming that messages show."""
+    """The command for resuming, shown in messages."""
     also_saved: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
     """Attributes that every rank saves, and restores on the same number of ranks. In TRL's trainers: the metrics since
     the last log and the completions that are not trained on yet."""
@@ -207,7 +207,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 raise ValueError(f"SafeCheckpointsMixin: {why}")
 
     def step_size(self) -> str:
-        """The data of an optimiser step over all ranks, in words. A trainer that counts otherwise overrides it."""
+        """The data of an optimiser step over all ranks, as text. Override it in a trainer that counts differently."""
         return f"{self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size} samples"
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -218,9 +218,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 there is none yet; a folder resumes that one.
 
         Raises:
-            TornCheckpoint: the named folder, or every one in `output_dir`, differs from what was written.
+            TornCheckpoint: the named checkpoint, or every one in `output_dir`, is not as it was written.
             CheckpointNotWritten: a checkpoint could not be written; the message names the last good one.
-            ValueError: a step takes more or less data than those of the checkpoint.
+            ValueError: a step has another amount of data than before; the checkpoint has no optimiser state.
             SystemExit: Ctrl-C or SIGTERM, with its exit code; a checkpoint of the last step is written.
         """
         folder, callback = Path(self.args.output_dir or "."), _StepCallback(self)
@@ -228,7 +228,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         try:
             restoring = replaced(self.args, restore_callback_states_from_checkpoint=True)
             with restoring, _catch_signals() as callback.signals:
-                self._on_first(lambda: delete([], folder / WRITING))  # what a killed run left there
+                self._on_first(lambda: delete([], folder / WRITING))  # left by a killed run
                 self._resumed = self._last_good = self._choose(resume_from_checkpoint, folder)
                 return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
         finally:
@@ -236,14 +236,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._resumed = None
 
     def _choose(self, wanted: str | bool | None, folder: Path) -> Path | None:
-        """The checkpoint to resume; None for the start. Raises TornCheckpoint, and ValueError if it does not fit."""
+        """The checkpoint to resume; None to start anew. Raises TornCheckpoint, and ValueError if it does not fit."""
         if not wanted:
             return None
         torn: list[str] = []
         for path in self._together(lambda: list(newest_first(folder)) if wanted is True else [Path(wanted)])[0]:
             try:
                 self._check_whole(path)
-            except (TornCheckpoint, RanksDisagree) as error:  # by this rank or by another
+            except (TornCheckpoint, RanksDisagree) as error:  # found by this rank or by another
                 torn.append(str(error))
                 warnings.warn(f"not resumed, since it is not whole: {error}", RuntimeWarning, stacklevel=3)
                 continue
@@ -340,14 +340,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """See `Trainer`. A checkpoint goes without a card that cannot be written: TRL's first rank writes it before the
-        shards, and after an error there the others would wait for it."""
+        """See `Trainer`. Inside a checkpoint, a card that cannot be written is left out: TRL's first rank writes it
+        before the shards, and after an error there the other ranks would wait."""
         with suppress(OSError) if self._writing else nullcontext():
             super().create_model_card(*args, **kwargs)
 
     @contextmanager
     def _in_shards(self, wanted: bool) -> Iterator[None]:
-        """Make transformers write and read shards by torch.distributed.checkpoint inside the block, if wanted.
+        """Inside the block, if wanted, transformers writes and reads shards by torch.distributed.checkpoint.
 
         Every rank writes and reads its own shards, and the number of ranks may differ between writing and reading. This
         serves models that accelerate wrapped, models given to `fully_shard`, and reading shards into a whole model.
@@ -376,12 +376,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             super()._load_best_model()
 
     def _restore_progress(self) -> None:
-        """Restore what transformers forgets: the loss since the last log, `also_saved`, callbacks with tensors."""
+        """Restore state that transformers does not: the loss since the last log, `also_saved`, stateful callbacks."""
         if (path := self._resumed) is None:
             return
         if read_manifest(path)["ranks"] == self.args.world_size:
             own = path / f"trainer_{self.args.process_index}.pt"
-            # Not the device, which torch does not load to if it is cpu:0.
+            # The device's type, since torch cannot load to cpu:0.
             saved = torch.load(own, map_location=self.args.device.type, weights_only=True)
             for name, value in saved.items():
                 setattr(self, name, _filled(getattr(self, name, None), value))
@@ -408,7 +408,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return {f"{number}.{type(each).__name__}": each for number, each in enumerate(stateful)}
 
     def _together(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return the results by rank. Where it fails on one rank, all raise.
+        """Run `work` on every rank and return the results by rank. If it fails on one rank, all raise.
 
         It must not use collectives that a failure would skip.
         """
@@ -419,11 +419,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
 
 class _StepCallback(TrainerCallback):
-    """Stops all ranks at the same step, and times checkpoints; added last, so that it sees what others have decided."""
+    """Stops all ranks at the same step and times checkpoints. Added last, so that it sees what others have decided."""
 
     def __init__(self, trainer: SafeCheckpointsMixin) -> None:
         self.trainer, self.signals = trainer, list[int]()
-        self.stop = 0  # the signal that some rank got; the same on all ranks
+        self.stop = 0  # a signal that any rank got; the same on all ranks
         self.postponed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -432,7 +432,7 @@ class _StepCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.stop = max(self.trainer._ranks.gather([*self.signals, 0][0]))
         control.should_save |= self.stop > 0
-        # An evaluation may follow the last step of an epoch. A checkpoint before it would lack its result, so it waits.
+        # An evaluation may follow the last step of an epoch. The checkpoint waits, to include its result.
         self.postponed = control.should_save and state.epoch.is_integer()
         control.should_save &= not self.postponed
 
@@ -456,8 +456,7 @@ class _StepCallback(TrainerCallback):
 def _catch_signals() -> Iterator[list[int]]:
     """Put Ctrl-C and SIGTERM into the yielded list instead of exiting; ignored ones stay ignored.
 
-    If no step follows that could handle one, it is raised again at the end. Outside the main thread Python cannot
-    catch signals.
+    A signal that no later step handles is raised again at the end. Outside the main thread Python cannot catch signals.
     """
     received: list[int] = []
 

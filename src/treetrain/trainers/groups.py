@@ -1,8 +1,8 @@
-"""Groups of rows that belong together: how they are found, and samplers that keep them in one step.
+"""Groups of rows that belong together: rules to form them, and samplers that keep each in one step.
 
-Rows of one `group` stay together. Rows without a group stay together if they are of one tree, and a tree that is larger
+Rows of one `group` stay together. Rows without a group stay together if they are in one tree; a tree that is larger
 than a step is cut at its forks. Rows of one `pair` are always in one group. Trees here compare token ids and keys only:
-recorded experts limit what rows can share, but do not say which rows belong together.
+recorded experts limit sharing, but do not say which rows belong together.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ RowNumbers = Int64[np.ndarray, " _"]
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 Key = str | Callable[[Any], Hashable | Sequence[int]]
 WORTH_KEEPING = 0.1
-"""Rows stay together if that saves this share of their tokens, apart from the prefix that neighbours share too."""
+"""Rows stay together if that saves this share of their tokens, not counting the prefix that all neighbours share."""
 
 
 def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> list[RowNumbers]:
@@ -101,9 +101,9 @@ def cut_trees(
     """Ranges of sorted rows that stay together: whole trees that fit the limit, and pieces of larger ones.
 
     Most chat files are one tree, since every row begins with the same template. Every batch shares that prefix, so it
-    is no reason to keep rows together: a range counts only the tokens that it saves below `above`, the depth to which
-    it agrees with the rows around it. A range is kept if it fits and saves `WORTH_KEEPING` of its tokens below that
-    depth; otherwise it is split where its rows first diverge:
+    is no reason to keep rows together. A range therefore counts only tokens below `above`, the length of the prefix
+    that it shares with the rows around it. A range is kept if it fits and saves `WORTH_KEEPING` of these tokens;
+    otherwise it is split where its rows first diverge:
 
         a b c d        The fork is at depth 3; its children are d, e and f.
         a b c e        They are joined up to the limit if a b c alone is worth keeping,
@@ -112,7 +112,7 @@ def cut_trees(
     Args:
         shared: leading tokens that each row shares with the one before it; 0 for the first.
         length: tokens of each row.
-        size: how much of the limit each row takes, such as its tokens, or 1.
+        size: the part of the limit that each row takes, such as its tokens, or 1.
         limit: the largest size of a range of several rows; None leaves trees whole.
     """
     total = np.append(0, np.cumsum(size))
@@ -151,7 +151,7 @@ def cut_trees(
 
 
 def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[Trajectory], bool]:
-    """Whole groups (else whole trees) from the start of a file, up to `count` rows. Those that do not fit are skipped.
+    """Whole groups (or trees) from the start of a file, up to `count` rows. Groups that do not fit are skipped.
 
     Returns:
         the rows, and whether the first group was cut because it alone has more than `count` rows.
@@ -166,15 +166,15 @@ def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[
 
 
 class PrefixGroupSampler(Sampler[int]):
-    """Orders a data set so that rows which share a prefix meet in one optimizer step on one process.
+    """Orders a data set so that rows which share a prefix are in one optimizer step on one process.
 
-    A prefix is computed once for the rows of one optimizer step on one process. A random order spreads the rows of a
-    prompt over many steps, and nothing is shared. This sampler draws whole groups instead: a group stays within one
-    step of one process wherever it fits, and groups are reshuffled in every epoch.
+    Only rows in the same optimizer step on the same process share the computation of a prefix. A random order spreads
+    the rows of a prompt over many steps, so nothing is shared. This sampler draws whole groups instead: a group stays
+    within one step of one process if it fits, and groups are reshuffled in every epoch.
 
     `batch_size * accumulation` should be a multiple of the group size, and large enough for one group. If
     `share_prefixes` scores the micro-batches of a step together, only their product matters; otherwise a group should
-    fit one micro-batch. The engine's budget bounds memory, these sizes do not.
+    fit one micro-batch. The engine's budget bounds memory; these sizes do not.
 
     The order depends only on the seed and the epoch, so training resumes in the same place. Every process draws the
     same order, and accelerate gives batch i to process i modulo `processes`; the sampler orders the rows accordingly.
@@ -228,7 +228,7 @@ class PrefixGroupSampler(Sampler[int]):
         for number in draws.permutation(len(self.groups)).tolist():
             rows = self.groups[number]
             for piece in np.split(rows, range(size, len(rows), size)):
-                # The block that the piece fills best, so that few groups are cut in the end.
+                # Choose the block that the piece fills best, so that few groups are cut at the end.
                 place = bisect_left(open_blocks, len(piece), key=lambda block: block[0])
                 free, block = open_blocks.pop(place) if place < len(open_blocks) else (size, [])
                 block.append(piece)
@@ -320,14 +320,14 @@ class Call:
 class StepSampler(Sampler[list[Call]]):
     """The calls of one pass over the data. They depend on the seed, not on `execution`.
 
-    A *batch* is filled with whole groups to about `tokens_per_step` flat tokens. It is passed over `updates_per_batch`
-    times, each time in `minibatches` parts, each an optimiser step; a step is run in `calls` of forward and backward.
-    Every pass over the data has the same number of steps, as `transformers.Trainer` expects: the groups are shuffled
-    by the seed and cut into batches of about equal size.
+    A *batch* is filled with whole groups to about `tokens_per_step` flat tokens. It is used `updates_per_batch` times,
+    each time in `minibatches` optimiser steps. A step runs `calls` times forward and backward. Every pass over the data
+    has the same number of steps, as `transformers.Trainer` expects: the groups are shuffled by the seed and cut into
+    batches of about equal size.
 
     Args:
         rows: all rows, in memory or not; only their columns are read.
-        seed: of the shuffle; None keeps the order of the rows.
+        seed: the seed of the shuffle; None keeps the order of the rows.
 
     Raises:
         DataError: no row has anything to train.
@@ -363,7 +363,7 @@ class StepSampler(Sampler[list[Call]]):
         return self.steps * self._calls
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the pass, from 0, that the next iterator goes through."""
+        """Set the pass over the data, from 0, for the next iterator."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[Call]]:
@@ -372,7 +372,7 @@ class StepSampler(Sampler[list[Call]]):
         for number, groups in enumerate(batches, start=epoch * self.batches):
             rows = self._rows(groups)
             for update in range(1, self._updates + 1):
-                # One more seed word than in the shuffle of a pass, so that the two never draw the same numbers.
+                # The seed has one word more than that of a pass's shuffle, so that the two are independent.
                 order = groups if self._minibatches == 1 else self._shuffled(np.sort(groups), 1, number, update)
                 for members in self._cut(order, self._minibatches):
                     calls = self._cut(np.sort(members), min(self._calls, len(members)))
@@ -414,7 +414,7 @@ class StepDataset(Dataset[dict[str, Any]]):
     Args:
         rows: all rows.
         model: gives costs to balance rows over the ranks, and FLOPs if its shape is known.
-        args: of the run.
+        args: the run's arguments.
     """
 
     def __init__(self, rows: Sequence[Trajectory], model: Any, args: TreeArguments) -> None:

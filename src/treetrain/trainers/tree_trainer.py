@@ -61,17 +61,17 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     Loop, schedules, optimisers, callbacks, logging and the hub are those of `transformers.Trainer`. A step has whole
     groups of rows, and its loss is streamed through `TreeEngine.forward_backward`, so that memory stays within the
     budget. Advantages, old and reference log-probabilities are computed if the loss needs them and rows lack them.
-    Checkpoints are those of `SafeCheckpointsMixin`.
+    `SafeCheckpointsMixin` writes the checkpoints.
 
     Args:
         model: a causal LM or a `PeftModel`. A model that was given to `fully_shard` is trained in its shards.
         args: see `TreeArguments`.
         train_dataset: trajectories.
         eval_dataset: trajectories, or a dictionary of several sets.
-        loss: of `treetrain.losses`, or of your own by the same protocol; None: the one that `args.loss` names.
+        loss: one of `treetrain.losses`, or your own with the same protocol; None: the one that `args.loss` names.
         ref_model: the reference policy of losses that need one; None: the model without its adapter, or a copy of the
             model as it is now.
-        peft_config: of an adapter to train in place of the model.
+        peft_config: configures an adapter to train in place of the model.
         processing_class, callbacks, optimizers, optimizer_cls_and_kwargs: see `transformers.Trainer`.
 
     Raises:
@@ -116,7 +116,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         if peft_config is not None:
             from peft import get_peft_model
 
-            set_seed(args.seed)  # for the adapter's initial weights: Trainer sets it too late
+            set_seed(args.seed)  # the adapter's initial weights need it; Trainer sets it too late
             model = get_peft_model(model, peft_config)  # type: ignore[arg-type]
         if is_sharded(model):
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # accelerate must not wrap it again
@@ -155,7 +155,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             self.loss, self._compute = policy, self._compute - {OLD}
 
     def _reference(self, model: Any) -> TreeEngine | None:
-        """The engine of the reference policy; None where there is none, or it is the model without its adapter."""
+        """The engine of the reference policy; None if none is needed, or it is the model without its adapter."""
         if model is None:
             if REFERENCE not in self._compute or hasattr(self.model, "disable_adapter"):
                 return None
@@ -170,7 +170,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     # ---- Data ----
 
     def get_train_dataloader(self) -> Any:
-        """The steps of a pass over the data, call by call."""
+        """The steps of a pass over the data; an item is one call."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
         self._next, self._steps = None, []
@@ -204,7 +204,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         return max(round(len(self.train_dataset) * self.args.updates_per_batch / self._sampler.steps), 1)  # type: ignore[arg-type]
 
     def step_size(self) -> str:
-        """See `SafeCheckpointsMixin`; the number of processes does not enter."""
+        """See `SafeCheckpointsMixin`; it does not depend on the number of processes."""
         args, rows = self.args, len(self.train_dataset)  # type: ignore[arg-type]
         return (
             f"{self.get_total_train_batch_size(args)} of {rows} rows (tokens_per_step={args.tokens_per_step}, "
@@ -259,15 +259,15 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """Accumulate the gradients of a call.
 
         Args:
-            model: as accelerate has prepared it.
-            inputs: of `get_batch_samples`.
+            model: as prepared by accelerate.
+            inputs: from `get_batch_samples`.
             num_items_in_batch: the normaliser of the loss of the whole step.
 
         Returns:
             the call's part of the loss.
 
         Raises:
-            FloatingPointError: the loss is no finite number; the weights are not updated.
+            FloatingPointError: the loss is not finite; the weights are not updated.
         """
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -311,7 +311,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             return reduce(add, [engine.router_balance(inputs["tree"]) for inputs in calls if inputs["rows"]])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the numbers of the steps since the last log; their loss is in full precision."""
+        """Log, and add the numbers of the steps since the last log, with their loss in full precision."""
         if "loss" in logs:
             found, ranks = self._numbers_since_log(), self._engine_of(self.model_wrapped).ranks
             if self.args.target_kl is not None:
@@ -353,8 +353,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """Evaluate held-out rows, call by call, so that memory does not grow with their number.
 
         Returns:
-            metrics: `nll`, the mean negative log-likelihood of the weighted tokens in nats; `trained_tokens`; and where
-            the rows have, or can be given, the facts that the loss needs, `loss` and its metrics.
+            metrics: `nll`, the mean negative log-likelihood of the weighted tokens in nats; `trained_tokens`; `loss`
+            and its metrics, if the rows have the facts that the loss needs or these can be computed.
         """
         model = self.model_wrapped.eval()
         if callable(getattr(self.optimizer, "eval", None)):
@@ -374,7 +374,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             with self._precision(engine):
                 scored = [torch.cat(each) for each in logprobs(engine, members, entropies=entropies, every=every)]
             weights = np.concatenate([row.weights[1:] for row in members])
-            # An untrained token may be impossible, and 0 times infinity is not a number.
+            # An untrained token may have probability 0, and 0 * infinity is NaN.
             used = weights != 0
             nll -= float(weights[used] @ scored[0].double().numpy()[used])
             weight, tokens = weight + float(weights.sum()), tokens + int(used.sum())
@@ -389,11 +389,11 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
 
     def _held_out(self, rows: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], Any, bool]:
-        """Held-out rows with advantages, and the loss to evaluate them by: on-policy if they lack old_logprobs.
+        """Held-out rows with advantages, and the loss to evaluate: its on-policy form if they lack old_logprobs.
 
         Returns:
-            the rows; the loss for all of them, None if they lack a fact that it needs; whether the reference must
-            still score them (their ref_logprobs are zeros until then).
+            the rows; the loss, or None if they lack a fact that it needs; whether the reference must still score them
+            (their ref_logprobs are zeros until then).
         """
         loss = self.loss
         try:
@@ -413,8 +413,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     # ---- Models, engines, optimisers ----
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
-        """The engine on the model, as it is wrapped now."""
-        # FSDP2 shards a model in place: it stays the same object and gets another class.
+        """The engine of the model in its present wrapper."""
+        # FSDP2 shards a model in place: it stays the same object but changes its class.
         if self._engine is None or self._engine_model != (model, type(model)):
             self._engine, self._engine_model = engine_of(model, self.args), (model, type(model))
         return self._engine
@@ -444,7 +444,7 @@ def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
 
 
 def checked_loss(args: TreeArguments, loss: Any) -> Any:
-    """The loss that is given, or that the arguments name. Raises ValueError."""
+    """The given loss, or the one that the arguments name. Raises ValueError."""
     if loss is not None and (args.loss != "sft" or args.loss_kwargs):
         raise ValueError(f"a loss is given, and args name {args.loss!r} with {args.loss_kwargs}; give one of them")
     loss = losses.by_name(args.loss, **(args.loss_kwargs or {})) if loss is None else loss  # type: ignore[arg-type]
@@ -467,9 +467,9 @@ def needed_facts(loss: Any) -> tuple[str, ...]:
 def computed_advantages(
     rows: Sequence[Trajectory], loss: Any, options: dict[str, Any] | None
 ) -> NDArray[np.float64] | None:
-    """The advantages of the rows from their rewards, if the loss needs advantages and no row has any; else None.
+    """Compute advantages from rewards if the loss needs advantages and no row has any; else return None.
 
-    Raises ValueError for options of `group_advantages` that the rows or the loss have no use for.
+    Raises ValueError for options of `group_advantages` if no advantages are computed.
     """
     columns = columns_of(rows)
     wanted = "advantages" in needed_facts(loss) and not columns.given["advantages"].any()
@@ -482,7 +482,7 @@ def computed_advantages(
 
 
 def missing_facts(rows: Sequence[Trajectory], loss: Any, computed: Collection[str] = ()) -> frozenset[str]:
-    """Those of old_logprobs and ref_logprobs that the loss needs and no trained row has.
+    """The subset of old_logprobs and ref_logprobs that the loss needs and no trained row has.
 
     Raises DataError if only some of the rows have them, or a row lacks another fact that is not in `computed`.
     """
@@ -552,22 +552,22 @@ def logprobs(
 def with_fact(row: Trajectory, fact: str, scores: Float[np.ndarray, " predictions"]) -> Trajectory:
     """A row with log-probabilities that were computed for it."""
     values = np.zeros(len(row))
-    # An untrained token may be impossible under the policy; no loss reads it.
+    # An untrained token may have probability 0 under the policy; no loss reads it.
     values[1:] = np.where(row.weights[1:] != 0, scores, 0.0)
     return row.replace(**{fact: values})
 
 
 class RunningBatch(TrainerCallback):
-    """The current batch, with log-probabilities computed before its first update; a callback, so that it is saved."""
+    """The current batch, with log-probabilities computed before its first update. Checkpoints save it as a callback."""
 
     def __init__(self) -> None:
         self.number = -1
         self.stopped = False
-        """The policy is too far from the old one: the remaining updates of the batch are skipped."""
+        """Whether the policy is too far from the old one, so that the batch's remaining updates are skipped."""
         self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
         """Name of the fact -> number of the row -> log-probabilities."""
         self.advantages: NDArray[np.float64] | None = None
-        """Of all rows, if they were computed."""
+        """For all rows, if computed from rewards."""
 
     def start_step(self, number: int) -> None:
         """Start a step of this batch; its first step clears the state of the previous batch."""
@@ -575,7 +575,7 @@ class RunningBatch(TrainerCallback):
             self.number, self.stopped, self.scores = number, False, {}
 
     def with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A call (see `StepDataset`) with the facts computed for its rows; the structure of its tree stays."""
+        """A call (see `StepDataset`) with the facts computed for its rows; its tree keeps its structure."""
         rows, numbers = list(inputs["rows"]), inputs["call"].rows.tolist()
         for fact, scores in self.scores.items():
             rows = [with_fact(row, fact, scores[n]) for row, n in zip(rows, numbers, strict=True)]
@@ -589,7 +589,7 @@ class RunningBatch(TrainerCallback):
         self.start_step(-1)
 
     def state_dict(self) -> dict[str, str]:
-        """The state as text: its shapes differ in every batch, so it cannot be loaded into tensors in place."""
+        """The state as text: shapes differ between batches, so tensors could not be loaded in place."""
         scores = {fact: {n: one.tolist() for n, one in rows.items()} for fact, rows in self.scores.items()}
         return {"json": json.dumps([self.number, self.stopped, scores])}
 
@@ -641,7 +641,7 @@ class WeightAverage(TrainerCallback):
 
     @torch.no_grad()
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **given: Any) -> None:
-        """Save the averaged model; the average replaces the model's weights meanwhile."""
+        """Save the averaged model; the model has the averaged weights only while it is saved."""
         trained = _trained(model)
         before = {name: parameter.clone() for name, parameter in trained.items()}
         _copy(trained, self.values)

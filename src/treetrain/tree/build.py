@@ -64,7 +64,7 @@ def build_tree(
     ranks = _key_ranks(given, apart)
     order = np.arange(len(rows))
     if merge:
-        # Byte order is not numeric order, but any order that keeps equal prefixes together will do.
+        # Byte order is not numeric order, but any order that keeps equal prefixes adjacent works.
         order = np.array(sorted(range(len(blobs)), key=blobs.__getitem__), np.int64)
         order = order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
     flat = np.frombuffer(b"".join(map(blobs.__getitem__, order.tolist())), np.int32)
@@ -148,7 +148,7 @@ def _bad_id(number: int, token: object) -> str:
 
 
 def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:
-    """One number per distinct key and `apart`; None if all are alike. Rows of bare ids have the key None."""
+    """One number per distinct pair of key and `apart`; None for one key without `apart`. Bare ids have the key None."""
     numbers: dict[Hashable, int] = {}
     keys = [numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows]
     if len(numbers) < 2:
@@ -240,7 +240,7 @@ def _attach_points(start: Int64s, shared: Int64s) -> Int64s:
 
 
 def holds_token_trees(path: str | os.PathLike[str]) -> bool:
-    """Whether the first record of a file of the format `nodes` has tokens, not messages, which a template renders."""
+    """Whether the nodes in a file's first record (format `nodes`) have token ids, not messages to render."""
     _, record = next(iter(read_records(path)))
     forests = [] if isinstance(record, DataError) else forests_of(record, Notes())
     return not any("messages" in node for forest in forests for node in forest.nodes)
@@ -260,7 +260,7 @@ def load_tree(
 
     Args:
         path: a file or folder whose records have `nodes`, or several; see docs/data.md.
-        tokenizer: a transformers tokenizer; needed for nodes of messages only.
+        tokenizer: a transformers tokenizer; only nodes with messages need it.
         chat_template: replaces the tokenizer's own: "chatml" (built in), a file, or the template's text.
         count: as in `TokenTree.from_nodes`.
         vocab_size: reject token ids at or above this.
@@ -268,7 +268,7 @@ def load_tree(
         notes: receives remarks on keys that are not used.
 
     Raises:
-        DataError: a record that cannot be used; messages that the template writes differently once others follow.
+        DataError: a record that cannot be used; messages that the template renders differently when others follow.
     """
     nodes: list[Node] = []
     ends: list[NodeTrajectory] = []
@@ -311,7 +311,7 @@ def load_tree(
 
 
 def _tokenise(forest: Forest, chat: ChatReader, notes: Notes) -> None:
-    """Give nodes of messages their ids and weights: what the text up to a node has after the text up to its parent."""
+    """Give nodes with messages their ids and weights: the tokens that each adds to its parent's rendered path."""
     if not all("messages" in node for node in forest.nodes):
         raise DataError("some nodes have tokens and some messages; give one of them")
     said = [weighted_messages(node) for node in forest.nodes]

@@ -42,7 +42,7 @@ class Node:
     values: ArrayLike | None = None
     returns: ArrayLike | None = None
     key: Hashable = None
-    """As in `Trajectory`; None keeps the parent's."""
+    """As in `Trajectory`; None inherits the parent's key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -73,7 +73,7 @@ class NodeRows(LazyTrajectories):
     ends: list[int]
     """Index of each trajectory's last node."""
     owner: list[int]
-    """With count="once", the first trajectory through each node, which counts its tokens; else empty."""
+    """With count="once", the trajectory that counts each node's tokens: the first one through it. Else empty."""
     tree_index: Int64[np.ndarray, " T"]
     """Tree index of every token of the nodes, concatenated over nodes."""
     tree: TreeArrays
@@ -82,7 +82,7 @@ class NodeRows(LazyTrajectories):
         return len(self.rows)
 
     def row(self, number: int) -> Trajectory:
-        """Build trajectory 0 to K - 1, without facts that one of its trained tokens lacks."""
+        """Build trajectory 0 to K - 1. A fact that one of its trained tokens lacks is left out."""
         row, node, path = self.rows[number], self.ends[number], []
         while node >= 0:
             path.append(node)
@@ -123,7 +123,7 @@ class NodeRows(LazyTrajectories):
 
 
 def _joined(parts: Sequence[Trajectory], name: str, default: float) -> Float64[np.ndarray, " T"]:
-    """A fact of all tokens of some nodes, with a default where a node does not have it."""
+    """A fact for all tokens of some nodes; a node without it gets the default."""
     given = [(getattr(part, name), len(part)) for part in parts]
     return np.concatenate([np.zeros(0), *(np.full(n, default) if one is None else one for one, n in given)])
 
@@ -133,9 +133,9 @@ def grow(
 ) -> tuple[TreeArrays, Int64s, NodeRows]:
     """Check and merge nodes; see `TokenTree.from_nodes` for arguments and errors.
 
-    A node's tokens are compared with the run of the last token above them; where they differ, with a run that branches
-    off there, and so on. The rest becomes a new run. Runs never change once added, so `child` maps (position, key,
-    token) to the run that branches off there. The cost is one look-up per run that a node passes through.
+    A node's tokens are compared with the run that holds the last token above them. Where they differ, they are compared
+    with a run that branches off there, and so on. The rest becomes a new run. Runs never change once added, so `child`
+    can map (position, key, token) to the run that branches off there. Each run on a node's way costs one look-up.
 
     Returns:
         The tree's arrays, each trajectory's last token (-1 for an empty one), and the trajectories.

@@ -1,7 +1,7 @@
-"""How much faster a tree is than the best linear baseline on the user's model and rows, and the speed of a device.
+"""Measures the speed-up of a tree over the best linear baseline on the user's model and rows, and a device's speed.
 
-Forward and backward are timed (an optimiser's step costs both sides the same). The engines take turns in one process
-so that a machine that slows down slows all of them; medians are compared. All baselines run the same fused head.
+Forward and backward are timed; an optimiser step costs both sides the same. The engines take turns in one process, so a
+machine that slows down slows all of them, and medians are compared. All baselines run the same fused head.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.verify import TreeReport
 
 PACK_TOKENS = {"cpu": (4096, 8192), "cuda": (8192, 32_768)}
-"""Batch sizes, in tokens, of the linear runs to try, by kind of device; the fastest run is the baseline."""
+"""Batch sizes in tokens of the linear runs, by device type; the fastest run is the baseline."""
 CALIBRATION_TOKENS, CALIBRATION_PASSES = {"cpu": (64, 256), "cuda": (1024, 4096)}, 5
-"""Tokens of the short and of the long pass, and how many of each count."""
+"""Tokens of the short and the long pass, and the number of timed runs of each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +50,11 @@ class BenchReport(TreeReport):
     baselines: dict[str, float]
     """Seconds of every baseline by its name."""
     speedup: float
-    """Seconds of the fastest baseline / those of the tree, the median over the rounds."""
+    """Seconds of the fastest baseline / seconds of the tree; the median over the rounds."""
     speedup_spread: tuple[float, float]
     """Least and greatest speed-up of a round."""
     ideal: float | None
-    """FLOP-ideal speed-up, counting the forwards that the budget makes every plan repeat; None if the model's shape is
+    """FLOP-ideal speed-up, less the forwards that any plan within the budget must repeat; None if the model's shape is
     unknown."""
     efficiency: float | None
     """speedup / ideal."""
@@ -72,16 +72,16 @@ def bench(
     repeats: int = 5,
     baselines: Collection[str] | None = None,
 ) -> BenchReport:
-    """Time tree against linear.
+    """Time the tree against linear baselines.
 
     Args:
-        model: a causal LM; its gradients are overwritten with zeros.
+        model: a causal LM; its gradients are overwritten.
         trajectories: one step's rows, as `TreeEngine.forward_backward` takes them.
         loss: any loss of the protocol; None is `losses.sft()`.
-        budget: of the tree's side; see `TreeEngine`.
-        repeats: measured rounds; every engine runs once in each. The slower baselines drop out after a round before
-            them, which is not counted.
-        baselines: names of those to run, such as the `BenchReport.baseline` of a smaller run; None is all.
+        budget: the tree engine's budget; see `TreeEngine`.
+        repeats: measured rounds; every engine runs once in each. Baselines over 5% slower than the best in a warm-up
+            round drop out.
+        baselines: names of baselines to run, such as the `BenchReport.baseline` of a smaller run; None runs all.
 
     Raises:
         UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
@@ -155,8 +155,8 @@ def _synchronise(model: nn.Module) -> None:
 class PaddedRun:
     """A forest of single rows as one right-padded batch, with the interface of `PackedRun`.
 
-    Causal attention needs no mask on the right: padding comes after every real token. So each batch is one stock causal
-    call per layer of transformers' own attention, with the same fused head as everywhere else.
+    Padding comes after every real token, so causal attention needs no padding mask. Each batch is one stock causal call
+    per layer of transformers' own attention, with the same fused head as in all other runs.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ class PaddedEngine(LinearEngine):
 
 
 def measured_cost(model: nn.Module) -> CostModel:
-    """The cost model of a model on its device, with measured speeds. Gradients of the model are dropped.
+    """Measure the cost model of a model on its device. Gradients of the model are dropped.
 
     Two passes are enough: `engine/costs.py` counts the work of a pass, and the device's description gives the relative
-    speed of each kind of product. This leaves two unknowns, the overall speed and the fixed cost of a pass:
+    speed of each kind of product. Two unknowns remain, the overall speed and the fixed cost of a pass:
 
         seconds                    long pass: FLOPs and fixed cost
            |                    .
@@ -242,7 +242,7 @@ def measured_cost(model: nn.Module) -> CostModel:
     model.zero_grad(set_to_none=True)
     plans = [Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64)) for layout in layouts]
     predicted = [cost.seconds(plan) - cost.speeds.graph_pass for plan in plans]
-    # Noise may not make a device look more than five times as fast as the long pass alone shows.
+    # Noise must not make a device look more than five times as fast as the long pass alone shows.
     slope = max((times[1] - times[0]) / (predicted[1] - predicted[0]), 0.2 * times[1] / predicted[1])
     fixed = max(times[0] - slope * predicted[0], 0.0)
     speeds, tokens = cost.speeds, " and ".join(str(layout.num_tokens) for layout in layouts)
