@@ -203,3 +203,15 @@ def test_the_core_dependencies_are_light():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split(r"[<>=~! ]", requirement)[0] for requirement in project["dependencies"]}
     assert names == {"jaxtyping", "jinja2", "numpy", "rich"}
+
+
+@pytest.mark.parametrize("name", sorted(set(tt.__all__) - {"__version__", "losses"}))
+def test_a_public_docstring_has_a_summary_and_names_every_argument(name):
+    pytest.importorskip("transformers")
+    found = getattr(tt, name)
+    doc = inspect.getdoc(found) or ""
+    first = doc.split("\n")[0]
+    assert first.endswith(".") and not re.match("(Of|What)\\b", first), first
+    if inspect.isfunction(found):
+        for argument in inspect.signature(found).parameters:
+            assert re.search(rf"\b{argument}\b", doc), f"{name} does not say what {argument} is"
