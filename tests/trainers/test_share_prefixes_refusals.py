@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 import treetrain as tt
 from treetrain.trainers import share_prefixes as module
-from treetrain.trainers.share_prefixes import rows_to_compare
+from treetrain.trainers.first_step import rows_to_compare
 
 
 def settings(tmp_path, **changes: Any) -> dict[str, Any]:
