@@ -38,7 +38,7 @@ SIGNATURES = {
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
         "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, "
-        "collect=<class 'list'>, cache=None, processes=1)"
+        "collect=<class 'list'>)"
     ),
     "logprobs": (
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_values=False, "

@@ -70,10 +70,10 @@ def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
     [
         (["inspect"], "required: FILE"),
         (
-            ["inspect", "a", "--processes", "many"],
-            "argument --processes: invalid whole_number value: 'many'; treetrain inspect --help lists",
+            ["inspect", "a", "--batch-size", "many"],
+            "argument --batch_size/--batch-size: invalid whole_number value: 'many'; treetrain inspect --help lists",
         ),
-        (["inspect", "a", "--processes", "0"], "argument --processes: 0 is too small; give at least 1"),
+        (["inspect", "a", "--batch-size", "0"], "argument --batch_size/--batch-size: 0 is too small; give at least 1"),
         (["inspect", "a", "--view", "turns"], "--view"),
         (["inspect", "a", "--shape", "gpt-9"], "no model shape is named 'gpt-9'"),
         (["verify", "a"], "--model"),

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data import columns as module
-from treetrain.data.arrow import MappedTrajectories, write_trajectories
 from treetrain.data.columns import prefix_order
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.build import build_tree
@@ -59,13 +58,3 @@ def test_what_neighbours_share_counts_the_tokens_of_the_tree(rows) -> None:
     lengths = np.array([len(row) for row in loose], np.int64)
     assert sorted(order.rows.tolist()) == np.flatnonzero(lengths).tolist()
     assert int((lengths[order.rows] - order.shared).sum()) == build_tree(loose).num_tokens
-
-
-def test_rows_of_a_mapped_file_are_sorted_without_making_trajectories_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 300)
-    drawn = np.random.default_rng(0)
-    rows = [Trajectory(drawn.integers(0, 2, drawn.integers(0, 20)), key=k) for k in [None, "a"] * 40]
-    write_trajectories(tmp_path / "rows.arrow", rows, dict)
-    mapped, expected = MappedTrajectories(tmp_path / "rows.arrow"), as_lists(prefix_order(rows))
-    monkeypatch.setattr(MappedTrajectories, "row", None)
-    assert as_lists(prefix_order(mapped)) == expected

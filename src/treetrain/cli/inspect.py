@@ -46,8 +46,6 @@ def make_parser() -> Parser:
     parser.option("device", text, "cpu", choices=["cpu", "cuda"])
     text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."
     parser.flag("calibrate", text)
-    parser.option("cache", "Folder to keep the rows in: files that have not changed are not read and tokenised again.")
-    parser.option("processes", "Processes that read records and tokenise them.", 1, type=at_least(1))
     parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
     text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them."
     parser.option("batch_size", text, 8, type=at_least(1))
@@ -73,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
                 status.update(f"reading: {rows:,} rows")
 
         sampler = Sampler(progress=progress)
-        found = read(options, collect=sampler, cache=options.cache, processes=options.processes)
+        found = read(options, collect=sampler)
         rows, stats = found.rows, None
         if found.tree is not None:
             rows, stats = rows_of_tree(found.tree), tree_stats(found.tree, shape.counts)

@@ -53,7 +53,6 @@ def make_parser() -> Any:
 
     parser = TrainParser("train", SUMMARY, dataclass_types=[TreeArguments])
     parser.row_options()
-    parser.option("cache", "Folder to keep the rows in: read once, and more of them than fit in memory.")
     parser.option("eval_data", "Files of rows to evaluate on.", [], nargs="+")
     parser.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
     parser.option("ref_model", "The reference policy; not given: the model as it is before training.")
@@ -104,8 +103,7 @@ def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
     from treetrain.models.loading import load_model, load_tokenizer
     from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
 
-    with arguments.main_process_first(desc="reading rows"):  # only the main process writes a mapped file
-        found = read(options, cache=options.cache)
+    found = read(options)
     eval_rows = read(options, options.eval_data).rows if options.eval_data else None
     tokenizer = found.tokenizer
     if tokenizer is None:

@@ -351,14 +351,6 @@ def chat_template_text(template: str | None) -> str | None:
         ) from error
 
 
-def tokenizer_settings(tokenizer: Any, chat_template: str | None) -> list[Any]:
-    """Everything in a tokenizer that affects how a conversation is tokenised, as plain data."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
-    template = chat_template_text(chat_template) or getattr(tokenizer, "chat_template", None)
-    return [type(tokenizer).__name__, vocabulary, template, tokenizer.special_tokens_map]
-
-
 class Renderer:
     """One tokenizer with one chat template: messages to text, and text to token ids.
 

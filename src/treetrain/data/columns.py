@@ -1,4 +1,4 @@
-"""Many rows at once, in memory or in a memory-mapped file: one array per field, and the order by tokens.
+"""Many rows at once: one array per field, and the order by tokens.
 
 Sorted rows and the tokens shared by neighbours define the prefix tree.
 """
@@ -46,10 +46,7 @@ class RowColumns:
 
 
 def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
-    """The rows' own columns if they have them (`MappedTrajectories.columns`), else computed row by row."""
-    own = getattr(rows, "columns", None)
-    if own is not None:
-        return own
+    """The facts of rows as arrays."""
 
     def array(values: Iterable[object], dtype: type) -> NDArray:
         return np.fromiter(values, dtype, len(rows))  # type: ignore[arg-type]
@@ -84,15 +81,13 @@ class PrefixOrder(NamedTuple):
 def prefix_order(rows: Sequence[Trajectory]) -> PrefixOrder:
     """Sort the non-empty rows without a group.
 
-    Rows are compared block by block. The next block is read only for rows that are equal so far, so little more than
-    the shared prefixes is read from a memory-mapped file.
+    Rows are compared block by block, and the next block only for rows that are equal so far.
     """
     columns = columns_of(rows)
-    ids: Callable[[int], NDArray[np.int32]] = getattr(rows, "ids", None) or (lambda number: rows[number].ids)
     loose = np.flatnonzero((columns.group < 0) & (columns.tokens > 0))
     found: list[tuple[int, int]] = []
     for key in np.unique(columns.key[loose]):
-        found += sorted_by_prefix(loose[columns.key[loose] == key].tolist(), ids)
+        found += sorted_by_prefix(loose[columns.key[loose] == key].tolist(), lambda number: rows[number].ids)
     numbers, shared = zip(*found) if found else ((), ())
     return PrefixOrder(np.array(numbers, np.int64), np.array(shared, np.int64))
 

@@ -2,21 +2,17 @@
 
 import dataclasses
 import hashlib
-import multiprocessing
 import os
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cached_property
 from importlib.metadata import entry_points
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.chat import ChatReader, ChatRow, tokenizer_settings
+from treetrain.data.chat import ChatReader, ChatRow
 from treetrain.data.formats import FORMATS
 from treetrain.data.formats.tokens import trajectory_from_token_row
 from treetrain.data.messages import clean_tools, read_tools
@@ -44,8 +40,6 @@ OWN_FORMATS = "treetrain.formats"
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
 TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
-CHUNK = 256
-"""Records that one of several processes converts at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +72,6 @@ def load(
     max_positions: int | None = None,
     limit: int | None = None,
     collect: Callable[[Iterator[Trajectory]], Sequence[Trajectory]] = list,
-    cache: str | os.PathLike[str] | None = None,
-    processes: int = 1,
 ) -> LoadedFile:
     """Read logs of any of the formats in docs/data.md. A bad record raises an error unless `on_error` is "skip".
 
@@ -102,13 +94,7 @@ def load(
         limit: read at most this many records over all files.
         collect: receives an iterator over the rows and returns those to keep; `list` keeps all. A row for whose group
             and episode its method `wants`, if it has one, returns False is left out before it is checked and
-            tokenised, unless rows are cached or made in several processes.
-        cache: a folder to keep the rows in, for logs that are read again and for more rows than fit in memory. The rows
-            are converted once, to an Arrow file named by the content of the files, the tokenizer, its template and all
-            settings. The trajectories are then read from the mapped file one by one (`MappedTrajectories`). Needs
-            pyarrow. With several processes, one must call `load` first (`with args.main_process_first()` in
-            transformers).
-        processes: number of processes that convert and tokenise records.
+            tokenised.
 
     Raises:
         DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
@@ -123,27 +109,10 @@ def load(
     kind, why = detect_format(paths[0], format, map)
     records = (found for path in paths for found in read_records(path))
     reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit)
-    reading.processes = processes
     if why:
         reading.notes.add(why, None)
-    if cache is None:
-        reading.wants = getattr(collect, "wants", None) if processes == 1 else None
-        return reading.finished(collect(reading.rows(records)))
-    from treetrain.data.arrow import MappedTrajectories, content_key, read_about, write_trajectories
-
-    reads = None if tokenizer is None else tokenizer_settings(tokenizer, chat_template)
-    given = [kind.name, view, train, images, on_error, map, schemas, vocab_size, max_positions, limit, reads]
-    file = Path(cache) / f"{content_key(paths, given)}.arrow"
-    if read_about(file) is None:
-
-        def about() -> dict[str, Any]:
-            return {"notes": reading.notes.lines(), "skipped": reading.skipped}
-
-        write_trajectories(file, reading.rows(records), about)
-    mapped = MappedTrajectories(file)
-    notes, skipped = (tuple(mapped.about[name]) for name in ("notes", "skipped"))
-    rows = mapped if collect is list else collect(iter(mapped))
-    return LoadedFile(trajectories=rows, notes=notes, format=kind.name, skipped=skipped)
+    reading.wants = getattr(collect, "wants", None)
+    return reading.finished(collect(reading.rows(records)))
 
 
 def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
@@ -273,17 +242,12 @@ class _Reading:
         self.notes = Notes()
         self.skipped: list[str] = []
         self.repeats = _Repeats()
-        self.processes = 1
         self.wants: Callable[[Hashable, Hashable], bool] | None = None
 
     @cached_property
     def chat(self) -> ChatReader:
         """Made for the first conversation: token rows need no tokenizer."""
         return ChatReader(self.settings)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings and the format's name, since a format holds functions."""
-        return _reading_of, (self.kind.name, self.settings, dict(self.map), self.on_error, self.limits, None)
 
     def finished(self, rows: Sequence[Trajectory]) -> LoadedFile:
         """The rows with all remarks on them."""
@@ -302,7 +266,7 @@ class _Reading:
                 count += 1
                 yield found
 
-        yield from self._made(limited()) if self.processes == 1 else self._made_elsewhere(limited())
+        yield from self._made(limited())
         if more:
             notes.add(f"only the first {self.limit} records are read; there are more", None)
         if count == 0:
@@ -353,22 +317,6 @@ class _Reading:
             else:
                 yield from made
 
-    def _made_elsewhere(self, records: Records) -> Iterator[Trajectory]:
-        """The trajectories, made in other processes; a few chunks of records are in memory."""
-        remaining, waiting = iter(records), deque[Future[tuple[list[Trajectory], Notes, list[str]]]]()
-        # Not forked: the tokenizer has threads.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self.processes, spawn, _start, (self,)) as pool:
-            while True:
-                while len(waiting) < 2 * self.processes and (chunk := list(islice(remaining, CHUNK))):
-                    waiting.append(pool.submit(_convert, chunk))
-                if not waiting:
-                    return
-                rows, notes, skipped = waiting.popleft().result()
-                self.notes.merge(notes)
-                self.skipped += skipped
-                yield from rows
-
     def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
         made: list[Trajectory | ChatRow] = []
         for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
@@ -411,26 +359,6 @@ class _Reading:
             if not isinstance(row, Mapping) or not any(name in row for name in ("input_ids", "messages", "completion")):
                 raise DataError(f"no `input_ids` or `messages` in the row {quoted(row)} of format {self.kind.name}")
         return rows
-
-
-def _reading_of(name: str, *settings: Any) -> _Reading:
-    return _Reading(_named(name), *settings)
-
-
-_READING: list[_Reading] = []
-"""In a worker: what it was started with."""
-
-
-def _start(reading: _Reading) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
-    _READING[:] = [reading]
-
-
-def _convert(records: list[tuple[str, Record | DataError]]) -> tuple[list[Trajectory], Notes, list[str]]:
-    """The rows of some records, with remarks on these records only."""
-    (reading,) = _READING
-    reading.notes, reading.skipped = Notes(), []
-    return list(reading._made(records)), reading.notes, reading.skipped
 
 
 class _Repeats:

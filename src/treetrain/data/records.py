@@ -64,12 +64,6 @@ class Notes:
             if name not in known:
                 self.add(f"key {quoted(name)} is not used")
 
-    def merge(self, later: "Notes") -> None:
-        """Add the remarks on later records."""
-        for text, count in later._count.items():
-            self._first.setdefault(text, later._first[text])
-            self._count[text] = self._count.get(text, 0) + count
-
     def lines(self) -> tuple[str, ...]:
         """One line per remark, with its count and the first place."""
         lines = []
