@@ -25,11 +25,12 @@ def measure(name: str, repeats: int, memory: bool) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows.keep_memory()
     model, trajectories = model_30m(), load_workload(name)
-    report = bench(model, trajectories, repeats=repeats)
+    loss = tt.losses.sft()  # given, so that the baselines train every row by itself
+    report = bench(model, trajectories, loss=loss, repeats=repeats)
     distinct = [trajectories[k] for k in distinct_rows(tt.build_tree(trajectories)).nonzero()[0]]
     apart = None  # without exact repeats, if there are any
     if len(distinct) < len(trajectories):
-        apart = bench(model, distinct, repeats=repeats, baselines=[report.baseline])
+        apart = bench(model, distinct, loss=loss, repeats=repeats, baselines=[report.baseline])
     peaks: list[int | None] = [None, None]
     if memory:
         kind, tokens = report.baseline.split()

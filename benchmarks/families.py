@@ -68,6 +68,7 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     """Benchmark one model in this process and append its row."""
     import torch
 
+    from treetrain.losses import sft
     from treetrain.verification.bench import bench
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -75,8 +76,9 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     tasks = load_workload(workload)
-    tried = bench(model, tasks[::trial], repeats=1)  # a round of all takes minutes
-    report = bench(model, tasks, repeats=repeats, baselines=[tried.baseline])
+    loss = sft()  # given, so that the baselines train every row by itself
+    tried = bench(model, tasks[::trial], loss=loss, repeats=1)  # a round of all takes minutes
+    report = bench(model, tasks, loss=loss, repeats=repeats, baselines=[tried.baseline])
     row = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -252,6 +252,21 @@ SECTIONS = (
         },
     ),
     Section(
+        "Verdict",
+        "What `treetrain inspect` says against measured times: the rows that no other row extends, each by itself, over "
+        "trees of batches, all rows at once or eight rows each.",
+        "verdict.csv",
+        ("workload", "batch"),
+        {
+            "work": name,
+            "rows of a batch": "batch",
+            "rows without a tree": lambda row: f"{row['linear_rows']} of {row['rows']}",
+            "verdict": lambda row: f"{row['verdict']}x, {row['said']}",
+            "measured": lambda row: f"{float(row['measured']):.2f}x",
+            "measured / verdict": lambda row: f"**{number(row['efficiency'])}**",
+        },
+    ),
+    Section(
         "Lost sharing",
         "Causes planted in 40 conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, "
         "and the ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations "

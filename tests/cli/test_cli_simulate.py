@@ -26,6 +26,10 @@ def test_the_figures_are_those_of_the_function_the_fastest_split_first(treetrain
     assert {one["split"]["context"] for one in said["splits"]} == {1} and said["refused"] == []
     assert said["batch"] == {"trajectories": 12, "flat_tokens": 180, "unique_tokens": tree.num_tokens}
     assert said["model"]["name"] == "qwen3-0.6b" and said["device"]["name"] == "h100"
+    linear = simulate(build_tree(tree.trajectories, merge=False), counts, splits_of(counts, 4, device, context=1),
+                      device, budget=1000)  # fmt: skip
+    ratio = min(one.step_seconds for one in linear) / seconds[0]
+    assert any(f"extends take {ratio:.2f} times as long" in one for one in said["verdict"])
     again = treetrain(*argv, "--context", "1", "--checkpointing", "--json").json["splits"][0]
     assert again["work_seconds"] > said["splits"][0]["work_seconds"]
 
@@ -36,6 +40,7 @@ def test_the_table_says_which_split_is_fastest_which_do_not_fit_and_who_is_idle(
     assert "does not fit: data 64; data 32 x context 2; data 16 x context 4; data 8 x context 8: weights" in said
     assert "need 524.2 GB of 72.0 GB usable on each rank" in said and "in every node of 8 ranks" in said
     argv = ["simulate", token_file, "--model", "qwen3-0.6b", "--ranks", "16", "--context", "1", "--tensor", "1"]
+    assert "Without a tree, the rows that no other row extends take 1." in said
     assert "4 ranks of the fastest split have nothing to compute" in treetrain(*argv).out
 
 

@@ -1,11 +1,13 @@
 """Batches, views and transcripts: figures against sums over batches and rows built one by one."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.inspection.report import Shape, compare_views, inspect_rows, sharing_in_batches, transcripts_speedup
+from treetrain.inspection.report import Shape, compare_views, inspect_rows, sharing_in_batches
 from treetrain.planning.cost import ModelShape
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
@@ -55,11 +57,35 @@ def test_calls_are_compared_with_their_transcripts_that_train_the_same_tokens():
     longest = [row.replace(loss_weights=sum(np.r_[r.weights, np.zeros(60)][: len(row)] for r in rows[k - 2 : k + 1]))
                for k, row in enumerate(rows) if k % 3 == 2]  # fmt: skip
     linear = COUNTS.flops(*linear_work(build_tree(longest)))
-    assert transcripts_speedup(tree, COUNTS) == pytest.approx(linear / COUNTS.flops(*tree_work(tree)))
-    assert transcripts_speedup(build_tree(answers(2, 2)), COUNTS) is None  # no row extends another
+    ours = COUNTS.flops(*tree_work(tree))
     report = inspect_rows(rows, SHAPE, view="calls")
-    assert report.over_transcripts() == report.transcripts_speedup < report.stats.flop_speedup
-    assert "against training whole conversations" in report.verdict()
+    way, cheapest = report.baseline()
+    assert cheapest * report.stats.flop_speedup == pytest.approx(linear / ours) and "no other row extends" in way
+    assert inspect_rows(answers(2, 2), SHAPE).baseline() == ("every row by itself", 1.0)  # no row extends another
+    assert report.verdict() == (  # both conversations begin with the same 50 tokens
+        f"Train as a tree: yes, {linear / ours:.2f}x against {way}, assuming FLOPs of qwen3-0.6b and all rows as one "
+        "batch."
+    )
+
+
+def test_batches_of_calls_are_compared_with_transcripts_too_which_no_batch_cuts():
+    rows = calls()
+    report = inspect_rows(rows, SHAPE, view="calls", batch_size=2)
+    trees = [build_tree([rows[k] for k in batch]) for batch in ((0, 1), (2, 3), (4, 5))]
+    # Either way of cutting costs more than two transcripts by themselves.
+    transcripts = sum(COUNTS.flops(*linear_work(build_tree(one))) for one in ([rows[2]], [rows[5]]))
+    assert sum(COUNTS.flops(*tree_work(tree)) for tree in trees) > transcripts
+    assert report.verdict().startswith("Train as a tree: no, 0.") and report.batches[0].flop_speedup > 1.3
+
+
+def test_conversations_whose_calls_do_not_extend_each_other_are_compared_with_their_transcripts():
+    rows = calls()
+    for k, row in enumerate(rows):
+        rows[k] = row.replace(ids=np.r_[900 + k % 3, row.ids[1:]])  # broken at the first token
+    views = compare_views(lambda view, _: rows if view == "calls" else rows[2::3], ["own"], COUNTS)
+    report = dataclasses.replace(inspect_rows(rows, SHAPE, view="calls"), views=views)
+    way, cheapest = report.baseline()
+    assert "--view transcript" in way and cheapest == views[1].linear_flops / views[0].linear_flops < 1
 
 
 def test_views_cost_what_their_rows_cost_and_a_view_that_cannot_be_read_is_left_out():
@@ -85,4 +111,4 @@ def test_the_verdict_says_yes_no_or_what_to_fix_first():
         for k, row in enumerate(rows[::4])
     ]
     report = inspect_rows(dated, SHAPE)
-    assert report.verdict().startswith("Train as a tree: not yet") and "fix first: dates" in report.verdict()
+    assert report.verdict().startswith("Train as a tree: not yet") and "first change what is named" in report.verdict()

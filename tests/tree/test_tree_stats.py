@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree import build_tree
 from treetrain.tree.layout import FULL
-from treetrain.tree.stats import distinct_rows, linear_work, tree_stats, tree_work
+from treetrain.tree.stats import cheapest_rows, distinct_rows, linear_work, tree_stats, tree_work
 
 
 @st.composite
@@ -56,6 +56,25 @@ def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
         ):
             best[name] = row
     assert linear_work(tree, rows=distinct_rows(tree)) == brute_force_work(list(best.values()))[1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(weighted_rows())
+def test_the_cheapest_rows_are_those_that_no_other_extends_and_train_every_token_as_often(rows):
+    found = [(tuple(row.ids.tolist()), row.weights) for row in cheapest_rows(build_tree(rows))]
+    ids = {tuple(row.ids.tolist()) for row in rows}
+    assert sorted(one for one, _ in found) == sorted(
+        one for one in ids if one and not any(other[: len(one)] == one != other for other in ids)
+    )
+
+    def trained(rows):
+        sums: dict[tuple, float] = {}
+        for one, weights in rows:
+            for t in np.flatnonzero(weights):
+                sums[one[: t + 1]] = sums.get(one[: t + 1], 0.0) + weights[t]
+        return sums
+
+    assert trained(found) == trained((tuple(row.ids.tolist()), row.weights) for row in rows)
 
 
 @settings(max_examples=50, deadline=None)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import treetrain as tt
 from treetrain.engine.costs import cost_of
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.models.loading import load_model
 from treetrain.verification import bench as bench_module
 from treetrain.verification.bench import PaddedEngine, bench
@@ -70,6 +70,27 @@ def test_a_report_says_what_was_measured(model, rows):
     assert low <= report.speedup <= high
     assert report.ideal is not None and report.ideal > 1
     assert report.efficiency == pytest.approx(report.speedup / report.ideal)
+
+
+def test_the_baselines_train_what_the_tree_trains_on_the_rows_that_no_other_row_extends(model, rows, monkeypatch):
+    seen, original = {}, TreeEngine.forward_backward
+
+    def noted(engine, tasks, *args, **kwargs):
+        model.zero_grad()
+        result = original(engine, tasks, *args, **kwargs)
+        seen[type(engine).__name__] = (len(tasks), gradients(model))
+        return result
+
+    monkeypatch.setattr(TreeEngine, "forward_backward", noted)
+    extended = rows[0].replace(ids=[*rows[0].ids, 7], **{
+        name: [*getattr(rows[0], name), 0.5] for name in ("loss_weights", "advantages", "old_logprobs")
+    })  # fmt: skip
+    report = bench(model, [*rows, extended], repeats=1, baselines=["packed 4096"])
+    assert (report.trajectories, report.linear_rows) == (8, 5)  # without a repeat and two rows that are extended
+    (tree_rows, ours), (linear_rows, theirs) = seen["TreeEngine"], seen["LinearEngine"]
+    assert (tree_rows, linear_rows) == (8, 5) and relative_error(ours.values(), theirs.values()) <= 1e-5
+    given = bench(model, [*rows, extended], repeats=1, baselines=["packed 4096"], loss=LOSSES["ppo"])
+    assert given.linear_rows == 8 and given.ideal > report.ideal > 1
 
 
 def test_only_the_baselines_asked_for_run(model, rows, monkeypatch):

@@ -38,5 +38,7 @@ def run(argv: Sequence[str]) -> int:
     speedup = f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"
     out = console()
     out.print(table(("forward + backward", "seconds", "over the tree"), cells))
-    out.print(pairs([*tree_facts(report), ("speed-up", speedup), ("FLOP-ideal", ideal)]))
+    merged = "no other row extends or repeats" if report.linear_rows < report.trajectories else "are given"
+    rows = ("rows without a tree", f"{report.linear_rows:,}, those that {merged}")
+    out.print(pairs([*tree_facts(report), rows, ("speed-up", speedup), ("FLOP-ideal", ideal)]))
     return 0

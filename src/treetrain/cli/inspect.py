@@ -150,12 +150,12 @@ def _print(inspection: "Inspection") -> None:
         ("token-ideal speed-up", f"{file.token_speedup:.2f}x"),
         ("FLOP-ideal speed-up", f"{file.flop_speedup:.2f}x on the shape {inspection.shape.words}"),
     ]
-    if inspection.transcripts_speedup is not None:
-        text = "against whole conversations (the rows that no other row extends), row by row"
-        rows.append(("  over transcripts", f"{inspection.transcripts_speedup:.2f}x {text}"))
+    way, cheapest = inspection.baseline()
+    if cheapest < 1:
+        rows.append(("  over the cheapest", f"{(file.flop_speedup or 1.0) * cheapest:.2f}x against {way}"))
     if inspection.batches:
         names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
-        orders = ", ".join(f"{one.flop_speedup:.2f}x {names[one.order]}" for one in inspection.batches)
+        orders = ", ".join(f"{one.flop_speedup * cheapest:.2f}x {names[one.order]}" for one in inspection.batches)
         first = inspection.batches[0]
         sampled = "" if first.measured == first.batches else f" (a sample of {first.measured:,} of {first.batches:,})"
         rows.append((f"  in batches of {first.size}", orders + sampled))

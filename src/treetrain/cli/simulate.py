@@ -46,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.planning.devices import find_device
     from treetrain.planning.simulate import Simulation, simulate, splits_of, verdict
     from treetrain.tree.build import build_tree
+    from treetrain.tree.stats import cheapest_rows
 
     device = find_device(options.device)
     if options.node is not None:
@@ -70,7 +71,11 @@ def run(argv: Sequence[str]) -> int:
         "flat_tokens": tree.num_flat_tokens,
         "unique_tokens": tree.num_tokens,
     }
-    sentences = list(verdict(found, device))
+    # The same tokens without a tree, on the splits that are fastest with one.
+    splits = [one.split for one in found[:SHOWN]]
+    rows_apart = build_tree(cheapest_rows(tree), merge=False)
+    apart = simulate(rows_apart, counts, splits, device, budget=options.budget)
+    sentences = list(verdict(found, device, apart))
     if options.json:
         derived = ("step_seconds", "link_share", "peak_bytes")
         print_json(
@@ -109,28 +114,19 @@ def _print(
 ) -> None:
     out = console()
     out.print(pairs(facts))
-    names = (
-        "data",
-        "context",
-        "tensor",
-        "expert",
-        "weights over",
-        "parts",
-        "step",
-        "work",
-        "waiting",
-        "links",
-        "memory",
-    )
+    names = ["data", "context", "tensor", "expert", "weights over", "parts"]
+    names += ["step, s", "work, s", "waiting, s", "links", "memory"]
     lines = []
     for one in found[:SHOWN]:
         split = one.split
-        over = f"{split.shards:,}" + f" ({split.copies:,} copies)" * (split.copies > 1)
-        times = (f"{x:.3g} s" for x in (one.step_seconds, one.work_seconds, one.waiting_seconds))
+        over = f"{split.shards:,}" + f" x {split.copies:,}" * (split.copies > 1)
+        times = (f"{x:.3g}" for x in (one.step_seconds, one.work_seconds, one.waiting_seconds))
         sizes = (f"{split.data:,}", *map(str, (split.context, split.tensor, split.expert)))
         lines.append(
             (*sizes, over, f"{one.parts:,}", *times, f"{one.link_share:.1%}", f"{one.peak_bytes / 1e9:,.1f} GB")
         )
+    told = [k for k in range(len(names)) if k not in (1, 2, 3, 8) or {line[k] for line in lines} - {"1", "0"}]
+    names, lines = [names[k] for k in told], [[line[k] for k in told] for line in lines]
     if lines:
         out.print(table(names, lines, title="one training step, predicted; the fastest splits first"))
     if len(found) > SHOWN:

@@ -109,19 +109,26 @@ def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
     stats, groups = inspection.stats, inspection.groups
     repeats = f", {stats.duplicates:,} exact repeats" if stats.duplicates else ""
     tiles = [
-        ("ideal speed-up", f"{stats.flop_speedup:.2f}×", "by FLOPs, all rows as one batch"),
+        ("ideal speed-up", f"{stats.flop_speedup:.2f}×", "by FLOPs, all rows as one batch against each by itself"),
         ("tokens computed", _short(stats.unique), f"of {stats.flat:,} in rows: {stats.token_speedup:.2f}× fewer"),
         ("overlap", f"{stats.overlap:.1%}", "of the tokens in rows are there already"),
         ("trajectories", f"{stats.trajectories:,}", f"in {stats.trees:,} tree{'s' * (stats.trees != 1)}{repeats}"),
         ("trained tokens", _short(stats.trained_flat), f"in rows, {stats.trained_unique:,} in the tree"),
     ]
-    speeds = {one.order: f"{one.flop_speedup:.2f}×" for one in inspection.batches}
-    if speeds:
-        others = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
-        tiles.insert(1, (f"in batches of {inspection.batches[0].size}", speeds["grouped"], others))
+    way, cheapest = inspection.baseline()
+    if cheapest < 1 or inspection.batches:
+        tiles.insert(1, _cheapest_tile(inspection, way, cheapest))
     if groups:
         tiles.insert(-2, ("within groups", f"{groups.overlap:.1%}", f"overlap, over {groups.count:,} groups"))
     return tiles
+
+
+def _cheapest_tile(inspection: Inspection, way: str, cheapest: float) -> tuple[str, str, str]:
+    speeds = {one.order: f"{one.flop_speedup * cheapest:.2f}×" for one in inspection.batches}
+    if not speeds:
+        return "over the cheapest", f"{(inspection.stats.flop_speedup or 1.0) * cheapest:.2f}×", f"against {way}"
+    orders = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
+    return f"in batches of {inspection.batches[0].size}", speeds["grouped"], f"against {way}, {orders}"
 
 
 def _short(count: int) -> str:

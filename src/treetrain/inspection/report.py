@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
@@ -17,10 +16,8 @@ from treetrain.errors import DataError
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
-from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import needed_tokens, pairs_of_rows
-from treetrain.tree.stats import TreeStats, ideal_speedup, linear_work, tree_stats, tree_work
+from treetrain.tree.stats import TreeStats, cheapest_rows, ideal_speedup, linear_work, tree_stats, tree_work
 from treetrain.tree.token_tree import TokenTree
 
 SAMPLED = 4_000_000
@@ -111,8 +108,8 @@ class Inspection:
     """Share of the groups in the files that the rows are; 1 for all."""
     groups: WithinGroups | None
     """None if no row has a group."""
-    transcripts_speedup: float | None
-    """FLOPs of training only the rows that no other row extends / FLOPs of the tree; None if no row extends another."""
+    longest_rows: float
+    """FLOPs of the rows that no other row extends or repeats / FLOPs of all rows, each by itself."""
     batches: tuple[BatchSharing, ...]
     """Sharing within batches: grouped, in file order, shuffled; empty if all rows are one batch."""
     views: tuple[ViewCost, ...] = ()
@@ -122,44 +119,35 @@ class Inspection:
     plan: Plan | None = None
     """The plan of `tree`, if one was asked for."""
 
-    def verdict(self) -> str:
-        """One line: whether to train these rows as a tree, what that gains, and what to change first."""
-        whole = self.stats.flop_speedup or 1.0
-        by_order = {one.order: one.flop_speedup for one in self.batches}
-        here = by_order.get("grouped", whole)
-        causes, repaired = self.diagnosis.causes, self.diagnosis.repaired_flop_speedup
-        fix, worst = "", None
-        if causes and repaired >= WORTH * whole:
-            worst = max(causes, key=lambda lost: lost.tokens)
-            others = f" and {len(causes) - 1} more" if len(causes) > 1 else ""
-            fix = (
-                f"; fix first: {worst.title}{others} (then {repaired:.2f}x in place of {whole:.2f}x, all rows at once)"
+    def baseline(self) -> tuple[str, float]:
+        """The cheapest way without a tree to train the same sampled tokens, and its FLOPs / those of all rows apart."""
+        ways = [("every row by itself", 1.0), ("the rows that no other row extends, each by itself", self.longest_rows)]
+        flops = {one.view: one.linear_flops for one in self.views if one.template == self.views[0].template}
+        if self.view == "calls" and len(flops) == 2 and self.diagnosis.broken:
+            ways.append(
+                ("whole conversations (--view transcript), each by itself", flops["transcript"] / flops["calls"])
             )
-        model = f"on {self.shape.name} by FLOPs"
-        if self.sampled < 1:
-            fix += f" (measured on a sample of {self.sampled:.2%} of the groups)"
-        if here < WORTH:
-            return f"Train as a tree: {'not yet' if worst else 'no'}, {here:.2f}x {model}{fix}."
-        said = f"Train as a tree: yes, {here:.2f}x {model}"
+        return min(ways, key=lambda way: way[1])
+
+    def verdict(self) -> str:
+        """One sentence: whether to train these rows as a tree, what that gains, against what, on which assumption."""
+        way, cheapest = self.baseline()
+        here = self.stats.flop_speedup or 1.0
+        order = "all rows as one batch"
         if self.batches:
-            shuffled = f", {by_order['shuffled']:.2f}x shuffled" if by_order["shuffled"] * WORTH < here else ""
-            said += f" in batches of {self.batches[0].size} grouped by prefix{shuffled}"
-        transcripts = self.over_transcripts()
-        if transcripts is not None and transcripts * WORTH < whole:
-            said += f" ({whole:.2f}x all rows at once; {transcripts:.2f}x against training whole conversations instead)"
-        return f"{said}{fix}."
-
-    def over_transcripts(self) -> float | None:
-        """FLOPs of training the same conversations as transcripts, each by itself / FLOPs of the tree.
-
-        None if the rows are no calls. It is exact if calls extend each other; else it is taken from `views`.
-        """
-        if self.transcripts_speedup is not None or self.view != "calls":
-            return self.transcripts_speedup
-        flops = {one.view: one for one in self.views if one.template == self.views[0].template}
-        if len(flops) < 2 or not flops["calls"].tree_flops:
-            return None
-        return flops["transcript"].linear_flops / flops["calls"].tree_flops
+            here = self.batches[0].flop_speedup
+            order = f"batches of {self.batches[0].size} rows grouped by prefix"
+        here *= cheapest
+        # Repairs of lost sharing change the speed-up of all rows at once; batches gain about as much.
+        repaired = self.diagnosis.repaired_flop_speedup / max(self.diagnosis.flop_speedup, 1e-9)
+        answer = "yes" if here >= WORTH else "not yet" if here * repaired >= WORTH else "no"
+        assumed = f"FLOPs of {self.shape.name} and {order}"
+        if self.sampled < 1:
+            assumed += f", on a sample of {self.sampled:.2%} of the groups"
+        fix = "; first change what is named under 'why not more'" if self.diagnosis.causes and repaired >= WORTH else ""
+        if answer == "no" and (self.stats.flop_speedup or 1.0) * cheapest >= WORTH:
+            fix = "; larger batches share more"
+        return f"Train as a tree: {answer}, {here:.2f}x against {way}, assuming {assumed}{fix}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -171,7 +159,7 @@ class Inspection:
             "file": dataclasses.asdict(self.stats),
             "sampled": self.sampled,
             "groups": None if self.groups is None else dataclasses.asdict(self.groups),
-            "transcripts_speedup": self.transcripts_speedup,
+            "baseline": dict(zip(("way", "flops_of_all_rows"), self.baseline())),
             "batches": [dataclasses.asdict(one) for one in self.batches],
             "views": [dataclasses.asdict(one) | {"flop_speedup": one.flop_speedup} for one in self.views],
             "diagnosis": dataclasses.asdict(self.diagnosis) | {"explanation": self.diagnosis.explain()},
@@ -208,7 +196,7 @@ def inspect_rows(
         tree=tree,
         stats=stats or tree_stats(tree, shape.counts),
         groups=sharing_within_groups(rows),
-        transcripts_speedup=transcripts_speedup(tree, shape.counts),
+        longest_rows=_longest_rows(tree, shape.counts),
         batches=sharing_in_batches(rows, tree, shape.counts, batch_size),
         diagnosis=diagnose(rows, shape.counts, tokenizer, tree=tree),
     )
@@ -308,28 +296,10 @@ def compare_views(
     return tuple(found)
 
 
-def transcripts_speedup(tree: TokenTree, counts: ModelCounts) -> float | None:
-    """FLOPs of training only the rows that no other row extends / FLOPs of the tree; None if no row extends another.
-
-    A call that a later call extends is a prefix of the later call's row. So one row per leaf of the tree, with the
-    trained tokens of all rows on its path, trains the same tokens: these rows are the transcripts. The result is
-    the speed-up for users who train transcripts already.
-    """
-    last = np.unique(tree.trajectory_last[tree.trajectory_last >= 0])
-    leaves = last[tree.end[last] == last + 1]
-    flops = counts.flops(*tree_work(tree, counts.attention_ranges))
-    if len(leaves) == len(last) or not flops:
-        return None
-    uses, _ = tree.trained_edges()
-    length = _marked_above(tree, needed_tokens(tree, np.flatnonzero(uses)))[leaves]
-    scored = int(_marked_above(tree, uses > 0)[leaves].sum())
-    return counts.flops(int(length.sum()), pairs_of_rows(length, counts.attention_ranges), scored) / flops
-
-
-def _marked_above(tree: TokenTree, marked: NDArray[np.bool_]) -> Int64s:
-    """int64 [N]: number of marked tokens from the root to each token, itself included."""
-    at = np.flatnonzero(marked)
-    steps = np.zeros(tree.num_tokens + 1, np.int64)
-    steps[at] += 1
-    steps -= np.bincount(tree.end[at], minlength=len(steps))
-    return np.cumsum(steps)[:-1]
+def _longest_rows(tree: TokenTree, counts: ModelCounts) -> float:
+    """FLOPs of `cheapest_rows` / FLOPs of all rows, each by itself."""
+    rows = cheapest_rows(tree)
+    linear = counts.flops(*linear_work(tree, counts.attention_ranges))
+    if len(rows) == (tree.trajectory_last >= 0).sum() or not linear:
+        return 1.0
+    return counts.flops(*linear_work(build_tree(rows), counts.attention_ranges)) / linear

@@ -465,8 +465,14 @@ def _sent(links: _Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str
 # ---- the verdict
 
 
-def verdict(found: Sequence[Simulation | Refused], device: Device) -> Iterator[str]:
-    """Sentences on which split is fastest, why, and how copies within nodes compare with shards over all ranks."""
+def verdict(
+    found: Sequence[Simulation | Refused], device: Device, linear: Sequence[Simulation | Refused] = ()
+) -> Iterator[str]:
+    """Sentences on which split is fastest, why, what the tree gains, and how copies compare with shards over all ranks.
+
+    Args:
+        linear: the same tokens trained row by row, on splits of the same ranks.
+    """
     done = sorted((one for one in found if isinstance(one, Simulation)), key=lambda one: one.step_seconds)
     if not done:
         return
@@ -485,6 +491,12 @@ def verdict(found: Sequence[Simulation | Refused], device: Device) -> Iterator[s
         reason = max(reasons, key=lambda name: reasons[name])
         said += f"; {other.split} takes {slower:.2f} times as long, mostly by {reason}"
     yield said + "."
+    apart = min((one for one in linear if isinstance(one, Simulation)), key=lambda one: one.step_seconds, default=None)
+    if apart is not None:
+        ratio = f"{apart.step_seconds / spent:.2f} times as long, {apart.step_seconds:.3g} s"
+        yield f"Without a tree, the rows that no other row extends take {ratio} on {apart.split}, each row by itself."
+    elif linear:
+        yield "Without a tree, the rows that no other row extends fit into the memory of none of these splits."
     here = next((one for one in done if one.split.in_engine), None)
     if here is not None and here is not best:
         yield (

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Bool, Int64
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.tree.layout import FULL, AttentionRange, Pairs, needed_tokens, pairs_at, pairs_of_rows
 from treetrain.tree.token_tree import TokenTree
 
@@ -170,3 +171,32 @@ def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     before = np.cumsum(ends)
     return before[tree.end] - before[:-1]
+
+
+def cheapest_rows(tree: TokenTree) -> list[Trajectory]:
+    """The rows that train everything at the least cost without a tree: those that no other row extends or repeats.
+
+    A row that another one extends is a prefix of it, so its trained tokens can be trained there: calls that extend each
+    other become transcripts. Each row's loss weights are added to one row that contains it, so a sum of weighted
+    log-probabilities stays the same. Other facts are those of the longest row.
+    """
+    given = np.flatnonzero(tree.trajectory_last >= 0)
+    last, where = np.unique(tree.trajectory_last[given], return_inverse=True)
+    kept = np.append(last[1:], tree.num_tokens) >= tree.end[last]
+    rows = tree.trajectories
+    if kept.all() and len(last) == len(given):
+        return [rows[number] for number in given.tolist()]
+    # In pre-order, the first kept row at or after a row's last token lies below that token.
+    target = np.searchsorted(np.flatnonzero(kept), np.arange(len(last)))[where]
+    members: list[list[int]] = [[] for _ in range(int(kept.sum()))]
+    for number, at in zip(given.tolist(), target.tolist()):
+        members[at].append(number)
+    found = []
+    for numbers in members:
+        longest = max(numbers, key=lambda number: tree.trajectory_length[number])
+        weights = rows[longest].weights
+        for number in numbers:
+            if number != longest:
+                weights[: tree.trajectory_length[number]] += rows[number].weights
+        found.append(rows[longest].replace(loss_weights=weights))
+    return found

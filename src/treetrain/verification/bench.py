@@ -30,7 +30,7 @@ from treetrain.planning.make import Bytes
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.stats import ideal_speedup
+from treetrain.tree.stats import cheapest_rows, linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.verify import TreeReport
 
@@ -53,9 +53,11 @@ class BenchReport(TreeReport):
     """Seconds of the fastest baseline / seconds of the tree; the median over the rounds."""
     speedup_spread: tuple[float, float]
     """Least and greatest speed-up of a round."""
+    linear_rows: int
+    """Rows of the baselines: those that no other row extends or repeats, unless a loss was given."""
     ideal: float | None
-    """FLOP-ideal speed-up, less the forwards that any plan within the budget must repeat; None if the model's shape is
-    unknown."""
+    """FLOP-ideal speed-up over these rows, less the forwards that any plan within the budget must repeat; None if the
+    model's shape is unknown."""
     efficiency: float | None
     """speedup / ideal."""
     seconds: dict[str, list[float]]
@@ -77,7 +79,8 @@ def bench(
     Args:
         model: a causal LM; its gradients are overwritten.
         trajectories: one step's rows, as `TreeEngine.forward_backward` takes them.
-        loss: any loss of the protocol; None is `losses.sft()`.
+        loss: any loss of the protocol. None is `losses.sft()`, and the baselines train the rows that no other row
+            extends or repeats, with the weights of all (`cheapest_rows`). A loss that is given may need every row.
         budget: the tree engine's budget; see `TreeEngine`.
         repeats: measured rounds; every engine runs once in each. Baselines over 5% slower than the best in a warm-up
             round drop out.
@@ -89,7 +92,6 @@ def bench(
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: give at least 1")
-    loss = as_loss(sft() if loss is None else loss)
     kinds = {"packed": LinearEngine, "padded": PaddedEngine}
     sizes = PACK_TOKENS["cuda" if model_device(model).type == "cuda" else "cpu"]
     known = [f"{kind} {size}" for size in sizes for kind in kinds]
@@ -98,6 +100,8 @@ def bench(
         raise ValueError(f"baselines={wanted}: give one or more of {', '.join(known)}")
     rows = list(as_tree(trajectories, merge=True).trajectories)
     tree = build_tree(rows)
+    linear = cheapest_rows(tree) if loss is None else rows
+    loss = as_loss(sft() if loss is None else loss)
     engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
     for kind, _, size in (name.partition(" ") for name in wanted):
         engines[f"{kind} {size}"] = kinds[kind](model, pack_tokens=int(size), temperature=temperature)
@@ -111,7 +115,8 @@ def bench(
                 model.zero_grad(set_to_none=False)
                 _synchronise(model)
                 start = time.perf_counter()
-                attention[name] = ", ".join(engines[name].forward_backward(rows, loss).attention) or "none"
+                result = engines[name].forward_backward(rows if name == "tree" else linear, loss)
+                attention[name] = ", ".join(result.attention) or "none"
                 _synchronise(model)
                 seconds[name].append(time.perf_counter() - start)
         return seconds
@@ -127,8 +132,10 @@ def bench(
     ideal = None
     if cost is not None:
         tokens = engines["tree"].budget
+        ranges = cost.counts.attention_ranges
         share = budget_share(plan, cost.counts, tokens if isinstance(tokens, int) else plan.peak_tokens)
-        ideal = ideal_speedup(tree, cost.counts) * share
+        apart, ours = linear_work(build_tree(linear), ranges), tree_work(tree, ranges)
+        ideal = share * cost.counts.flops(*apart) / cost.counts.flops(*ours)
     return BenchReport(
         trajectories=len(rows),
         flat_tokens=tree.num_flat_tokens,
@@ -138,6 +145,7 @@ def bench(
         recomputed_tokens=plan.recomputed_tokens,
         tree_seconds=medians["tree"],
         baseline=baseline,
+        linear_rows=len(linear),
         baselines={name: medians.get(name, warm[name]) for name in wanted},
         speedup=speedup,
         speedup_spread=(min(ratios), max(ratios)),

@@ -1,0 +1,70 @@
+"""The verdict of `treetrain inspect` against measured times, in one batch and in batches of eight rows.
+
+Run: python benchmarks/verdict.py [workload ...] [--repeats 3]
+
+Forward and backward of SFT, float32, a Qwen3-shaped model of 30M parameters (benchmarks/workloads.py); a fresh process
+per workload. Measured is the time of the rows that no other row extends, each by itself (the fastest of `bench`'s
+baselines), over that of the trees of all batches, in turns. Rows are appended to results/verdict.csv.
+"""
+
+import os
+import re
+import statistics
+import time
+
+import numpy as np
+
+import rows
+from workloads import WORKLOADS, load_workload, model_30m
+
+BATCH = 8
+
+
+def measure(name: str, repeats: int) -> None:
+    """Compare on one workload in this process and append two rows."""
+    import torch
+
+    import treetrain as tt
+    from treetrain.engine.costs import cost_of
+    from treetrain.inspection.report import Shape, inspect_rows
+    from treetrain.tree.stats import cheapest_rows
+    from treetrain.verification.bench import LinearEngine, PaddedEngine, bench
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    rows.keep_memory()
+    model, trajectories = model_30m(), load_workload(name)
+    shape = Shape(counts=cost_of(model).counts, name="30M", assumed=False)
+    tree = tt.build_tree(trajectories)
+    linear_rows = cheapest_rows(tree)
+    kind, tokens = bench(model, trajectories, repeats=1).baseline.split()
+    linear = {"packed": LinearEngine, "padded": PaddedEngine}[kind](model, pack_tokens=int(tokens))
+    engine, loss = tt.TreeEngine(model), tt.losses.sft()
+    order = np.argsort(tree.trajectory_last, kind="stable")
+
+    def seconds(engine, batches) -> float:
+        start = time.perf_counter()
+        for batch in batches:
+            engine.forward_backward(batch, loss)
+        return time.perf_counter() - start
+
+    for size in (len(trajectories), BATCH):
+        batches = [[trajectories[k] for k in part] for part in np.split(order, range(size, len(order), size))]
+        ratios = [seconds(linear, [linear_rows]) / seconds(engine, batches) for _ in range(repeats)]
+        verdict = inspect_rows(trajectories, shape, batch_size=size).verdict()
+        predicted, measured = float(re.search(r"([\d.]+)x", verdict)[1]), statistics.median(ratios)
+        row = {
+            "workload": name,
+            "batch": size,
+            "rows": len(trajectories),
+            "linear_rows": len(linear_rows),
+            "said": verdict.split(",")[0].removeprefix("Train as a tree: "),
+            "verdict": f"{predicted:.2f}",
+            "measured": f"{measured:.3f}",
+            "efficiency": f"{measured / predicted:.3f}",
+        }
+        rows.report("verdict", row)
+
+
+if __name__ == "__main__":
+    rows.run_each({name: each for name, each in WORKLOADS.items() if name != "unrelated"}, measure, __doc__,
+                  repeats=rows.count(3))  # fmt: skip
