@@ -20,6 +20,13 @@ def test_verify_as_json_says_what_was_compared(treetrain, token_file, model_fold
     assert report["gradient_error"] <= report["tolerance"] and len(report["parameters"]) > 10
 
 
+def test_all_compares_element_by_element(treetrain, token_file, model_folder) -> None:
+    argv = ("verify", token_file, "--model", model_folder, "--json")
+    sums, whole = (treetrain(*argv, *flags).json for flags in ((), ("--all",)))
+    assert (sums["all_gradients"], whole["all_gradients"]) == (False, True)
+    assert sums["gradient_error"] == pytest.approx(whole["gradient_error"], rel=0.2) and whole["passed"]
+
+
 def test_a_wrong_gradient_fails_with_exit_code_1(treetrain, token_file, model_folder, monkeypatch) -> None:
     original = TreeEngine.forward_backward
 

@@ -20,6 +20,7 @@ def make_parser() -> Parser:
     parser.sample_options()
     dtypes = ["float32", "float64", "bfloat16"]
     parser.option("dtype", "Type of the weights and of the arithmetic.", "float32", choices=dtypes)
+    parser.flag("all", "Compare gradients element by element: holds those of all runs, two or three times the weights.")
     return parser
 
 
@@ -29,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.verification.verify import verify
 
     model, rows = sample(options, options.dtype)
-    report = verify(model, rows, budget=options.budget)
+    report = verify(model, rows, budget=options.budget, all_gradients=options.all)
     if options.json:
         print_json(dataclasses.asdict(report))
         return 0 if report.passed else FAILED

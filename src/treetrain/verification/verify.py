@@ -1,6 +1,7 @@
 """Proof on the user's own model and rows: loss and every gradient, tree against each row by itself.
 
-The linear side is the model's own forward, one row at a time, with its own attention and its full logits.
+The linear side is the model's own forward, one row at a time, with its own attention and its full logits. Gradients are
+compared by random sums of all their elements (`sketch.py`), so that no two of them are held whole.
 """
 
 import copy
@@ -29,6 +30,7 @@ from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.token_tree import TokenTree
+from treetrain.verification.sketch import sketch_size, sketches_of
 
 T = TypeVar("T")
 Scores = tuple[
@@ -81,6 +83,8 @@ class VerifyReport(TreeReport):
     """For bf16 and fp16: the linear run's own error against float32; None otherwise."""
     tolerance: float
     dtype: str
+    all_gradients: bool
+    """Whether norms are those of all elements of the gradients; else they are measured by random sums of these."""
     parameters: tuple[ParameterError, ...]
     """Worst first."""
 
@@ -94,6 +98,7 @@ def verify(
     tolerance: float | None = None,
     budget: int | str | Bytes | None = None,
     value_head: nn.Module | None = None,
+    all_gradients: bool = False,
 ) -> VerifyReport:
     """Compare a tree's loss and gradients with those of every row by itself, by the plain model.
 
@@ -106,6 +111,9 @@ def verify(
         tolerance: largest global gradient error; None takes that of the model's dtype. In bf16 and fp16 both runs
             are measured against a float32 copy of the model, and the tree may err 1.5 times as much as linear.
         budget, value_head: of the tree's side, see `TreeEngine`; the head's gradients are compared, too.
+        all_gradients: hold the gradients of all runs whole, two or three times the weights, and compare element by
+            element. False holds one run's at a time and compares random sums of all elements, which give every norm
+            within a few percent.
 
     Raises:
         UnsupportedModel, DataError, ValueError, TypeError: as `TreeEngine.forward_backward`.
@@ -121,6 +129,7 @@ def verify(
             "would run the weights of the original. Load the model in float32 or float64 to verify it."
         )
     plain = PlainModel(model, value_head, temperature)
+    size = None if all_gradients else sketch_size(list(plain.trained))
     if not exact and plain.experts is not None:
         raise UnsupportedModel(
             f"verify of a mixture of experts in {dtype}: rounding changes which experts it chooses, which is no error "
@@ -129,13 +138,13 @@ def verify(
     normaliser = float(loss.normaliser(rows))
 
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-    result, gradients = plain.gradients_of(lambda: engine.forward_backward(tree, loss, normaliser))
+    result, gradients = plain.gradients_of(lambda: engine.forward_backward(tree, loss, normaliser), size)
     with tensor_parallel_mode(model, engine.tensor):
-        loss_linear, linear = plain.gradients_of(lambda: plain.accumulate_gradients(rows, loss, normaliser))
+        loss_linear, linear = plain.gradients_of(lambda: plain.accumulate_gradients(rows, loss, normaliser), size)
     reference, linear_error, limit = linear, None, TOLERANCE.get(dtype, 0.0)
     if not exact:
         wide = plain.in_float32()
-        _, reference = wide.gradients_of(lambda: wide.accumulate_gradients(rows, loss, normaliser))
+        _, reference = wide.gradients_of(lambda: wide.accumulate_gradients(rows, loss, normaliser), size)
         linear_error = relative_error(linear.values(), reference.values())
         limit = LOW_PRECISION_FACTOR * linear_error
     limit = limit if tolerance is None else tolerance
@@ -171,6 +180,7 @@ def verify(
         unique_tokens=result.unique_tokens,
         parts=result.parts,
         recomputed_tokens=result.recomputed_tokens,
+        all_gradients=all_gradients,
         parameters=tuple(sorted(parameters, key=lambda parameter: -parameter.error)),
     )
 
@@ -195,20 +205,33 @@ class PlainModel:
         model, head = copy.deepcopy((self._model, self._value_head))  # together: a head may be a part of the model
         return PlainModel(model.float(), None if head is None else head.float(), self._temperature)
 
-    def gradients_of(self, call: Callable[[], T]) -> tuple[T, dict[str, Tensor]]:
-        """Return a call's result and the gradients that it leaves, by parameter name; ``.grad`` is left as it was."""
+    @property
+    def trained(self) -> dict[nn.Parameter, str]:
+        """The trained parameters of model and value head, and their names."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         if self._value_head is not None:
             for name, parameter in self._value_head.named_parameters(prefix="value_head"):
                 names.setdefault(parameter, name)
+        return {parameter: name for parameter, name in names.items() if parameter.requires_grad}
+
+    def gradients_of(self, call: Callable[[], T], size: int | None = None) -> tuple[T, dict[str, Tensor]]:
+        """Return a call's result and the gradients that it leaves, by parameter name; ``.grad`` is left as it was.
+
+        Args:
+            size: return sketches of at most this many numbers; None: the gradients.
+        """
         returned: list[T] = []
-        left = gradients_of(list(names), lambda: returned.append(call()))
-        gradients = {
-            name: torch.zeros_like(parameter) if grad is None else grad.detach()
-            for (parameter, name), grad in zip(names.items(), left)
-            if parameter.requires_grad
-        }
-        return returned[0], gradients
+
+        def run() -> None:
+            returned.append(call())
+
+        parameters = list(self.trained)
+        if size is not None:
+            found: Iterable[Tensor] = sketches_of(parameters, run, size)
+        else:
+            left = gradients_of(parameters, run)
+            found = [torch.zeros_like(p) if grad is None else grad.detach() for p, grad in zip(parameters, left)]
+        return returned[0], dict(zip(self.trained.values(), found))
 
     def accumulate_gradients(self, rows: Sequence[Trajectory], loss: Loss, normaliser: float) -> float:
         """Add a step's gradients to ``.grad``; returns its loss."""
