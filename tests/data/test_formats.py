@@ -1,17 +1,16 @@
 """Logs as tools write them, rebuilt from the sources that docs/data.md names: one small dialogue in all of them."""
 
 import json
-import pickle
-import sys
-import types
 import zipfile
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from treetrain.data import from_messages, load
-from treetrain.errors import DataError
 
 SAMPLES = Path(__file__).parent / "samples"
 # The ids of the two calls in every sample of token ids: prompt, answer, log-probabilities.
@@ -170,34 +169,20 @@ def check_batch(rows):
 
 
 class DataProto:
-    """verl's protocol.py as it pickles itself with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+    """A batch as verl's protocol.py holds it in memory."""
 
-    def __init__(self, batch):
-        self.batch, self.non_tensor_batch = batch, {"uid": np.array(["u", "u"], dtype=object)}
-
-    def __getstate__(self):
-        if not isinstance(self.batch, dict):
-            return self.batch, self.non_tensor_batch, {}
-        items = {k: (str(v.dtype), tuple(v.shape), v.reshape(-1).view(np.uint8)) for k, v in self.batch.items()}
-        return ((2,), None, items), self.non_tensor_batch, {}
+    batch = BATCH
+    non_tensor_batch: ClassVar = {"uid": np.array(["u", "u"], dtype=object)}
 
 
-def test_a_dataproto_is_read_in_memory_and_from_its_dump_without_running_its_code(tmp_path, monkeypatch):
-    check_batch(from_messages([DataProto(BATCH)]).trajectories)
-    module = types.ModuleType("verl.protocol")
-    module.DataProto = DataProto
-    monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
-    monkeypatch.setitem(sys.modules, "verl.protocol", module)
-    monkeypatch.setattr(DataProto, "__module__", "verl.protocol")
-    path = tmp_path / "batch.pkl"
-    path.write_bytes(pickle.dumps(DataProto(BATCH)))
-    check_batch(load(path).trajectories)
-    path.write_bytes(pickle.dumps(DataProto(b"torch.save")))
-    with pytest.raises(DataError, match="VERL_DATAPROTO_SERIALIZATION_METHOD=numpy"):
-        load(path)
-    path.write_bytes(pickle.dumps(DataProto(print)))
-    with pytest.raises(DataError, match=r"the pickle holds builtins\.print, which is not read"):
-        load(path)
+def test_a_dataproto_is_read_in_memory_and_from_the_parquet_that_the_docs_make_of_it(tmp_path):
+    data = DataProto()
+    check_batch(from_messages([data]).trajectories)
+    columns = {name: value.tolist() for name, value in [*data.batch.items(), ("uid", data.non_tensor_batch["uid"])]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "batch.parquet")
+    found = load(tmp_path / "batch.parquet")
+    check_batch(found.trajectories)
+    assert found.format == "verl"
 
 
 def test_nodes_are_rows_whose_shared_tokens_are_equal(read, bytes_tokenizer, dialogue):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from treetrain.data import from_messages
-from treetrain.data.records import read_records
+from treetrain.data.files import read_records
 from treetrain.errors import DataError
 
 SAMPLES = {

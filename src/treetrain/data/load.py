@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.chat import ChatReader, ChatRow
+from treetrain.data.files import read_records
 from treetrain.data.formats import FORMATS
 from treetrain.data.formats.tokens import trajectory_from_token_row
 from treetrain.data.messages import clean_tools, read_tools
@@ -28,7 +29,6 @@ from treetrain.data.records import (
     View,
     first_of,
     look_up,
-    read_records,
 )
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
@@ -76,7 +76,7 @@ def load(
     """Read logs of any of the formats in docs/data.md. A bad record raises an error unless `on_error` is "skip".
 
     Args:
-        path: one file or folder, or several of one format: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd.
+        path: one file or folder, or several of one format: JSONL, JSON, Parquet or Arrow, plain or compressed.
         tokenizer: a transformers tokenizer; not needed for formats that hold token ids.
         format: a name in docs/data.md, an entry point of the group `treetrain.formats`, or "auto": detected from the
             first record.
@@ -107,8 +107,8 @@ def load(
         tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
     )
     kind, why = detect_format(paths[0], format, map)
-    records = (found for path in paths for found in read_records(path))
     reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit)
+    records = (found for path in paths for found in read_records(path, reading.notes))
     if why:
         reading.notes.add(why, None)
     reading.wants = getattr(collect, "wants", None)

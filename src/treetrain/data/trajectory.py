@@ -8,7 +8,7 @@ from typing import Any, Self, overload
 
 import numpy as np
 from jaxtyping import Float64, Int16, Int32, Shaped
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from treetrain.errors import DataError, quoted, shortened
 
@@ -217,7 +217,14 @@ def _token_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
         if bad.any():
             at = int(bad.argmax())
             raise DataError(f"ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
+    if isinstance(ids, list | tuple) and (at := first_bool(ids, array)) is not None:
+        raise DataError(f"ids[{at}] is {ids[at]}, expected a whole number")
     return np.array(array, np.int32, order="C")
+
+
+def first_bool(values: Sequence[Any], numbers: NDArray[Any]) -> int | None:
+    """The place of the first True or False among values that numpy has read as these numbers, 1 and 0."""
+    return next((at for at in np.flatnonzero(numbers < 2).tolist() if isinstance(values[at], bool | np.bool_)), None)
 
 
 def _experts(experts: ArrayLike, length: int) -> Int16[np.ndarray, "L layers k"]:

@@ -17,10 +17,11 @@ from jaxtyping import Int32, Int64
 from numpy.typing import NDArray
 
 from treetrain.data.chat import ChatReader
+from treetrain.data.files import read_records
 from treetrain.data.formats.nodes import Forest, content_of, forests_of, weighted_messages
 from treetrain.data.load import check_positions, check_vocabulary
-from treetrain.data.records import Notes, ReadSettings, read_records
-from treetrain.data.trajectory import MAX_TOKEN_ID, PER_TOKEN_FACTS, Trajectory
+from treetrain.data.records import Notes, ReadSettings
+from treetrain.data.trajectory import MAX_TOKEN_ID, PER_TOKEN_FACTS, Trajectory, first_bool
 from treetrain.errors import DataError, quoted
 from treetrain.tree.assemble import Int32s, Int64s, assemble
 from treetrain.tree.nodes import Count, Node, NodeTrajectory
@@ -121,16 +122,25 @@ def _joined_lists(rows: Sequence[list[Any]]) -> Int32s | None:
     except (OverflowError, TypeError):
         return None
     flat = np.frombuffer(joined, np.int32)
-    return None if flat.min(initial=0) < 0 else flat
+    if flat.min(initial=0) < 0:
+        return None
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    low, ends = np.flatnonzero(flat < 2), np.cumsum(lengths)
+    in_row = np.searchsorted(ends, low, side="right")
+    places = zip(in_row.tolist(), (low - (ends - lengths)[in_row]).tolist())
+    return None if any(isinstance(rows[row][at], bool) for row, at in places) else flat  # true would be 1
 
 
 def _as_array(number: int, row: Any) -> NDArray[Any]:
     if isinstance(row, list | tuple):
         try:
-            return np.frombuffer(array("i", row), np.int32)
+            ids = np.frombuffer(array("i", row), np.int32)
         except (OverflowError, TypeError):
             bad = next(i for i in row if not (hasattr(i, "__index__") and 0 <= i <= MAX_TOKEN_ID))
             raise DataError(_bad_id(number, bad)) from None
+        if (at := first_bool(row, ids)) is not None:
+            raise DataError(_bad_id(number, row[at]))
+        return ids
     ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may be on another device
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise DataError(

@@ -186,9 +186,12 @@ def read_thoughts(record: Record, notes: Notes) -> list[Record]:
 
 
 def read_verl(record: Record, notes: Notes) -> list[Record]:
-    """A `DataProto` batch; a line of `rollout_data_dir`, which is text; or a row of generated `responses`."""
+    """A `DataProto` batch or a row of one; a line of `rollout_data_dir`, which is text; a row of `responses`."""
     if "batch" in record:
         return _dataproto(record)
+    if "input_ids" in record:
+        batch = {name: [value] for name, value in record.items() if isinstance(value, list)}
+        return _dataproto({"batch": batch, "non_tensor_batch": {"uid": [record["uid"]]} if "uid" in record else {}})
     if "responses" in record:
         prompt = field(record, "prompt", list)
         answers = [[{"role": "assistant", "content": answer}] for answer in field(record, "responses", list)]
@@ -235,6 +238,8 @@ def is_verl(record: Record) -> bool:
     """Whether a record is a batch, a dumped rollout or a generated row of verl."""
     if isinstance(record.get("batch"), Mapping):
         return "responses" in record["batch"]
+    if {"input_ids", "attention_mask", "responses"} <= record.keys():
+        return True
     return {"input", "output", "score"} <= record.keys() or {"prompt", "responses", "data_source"} <= record.keys()
 
 

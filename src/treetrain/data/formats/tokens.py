@@ -366,7 +366,11 @@ def is_steps(record: Record) -> bool:
 
 
 TOKENS = Format(
-    "tokens", "`input_ids`", lambda record: "input_ids" in record, lambda record, notes: [record], tokens=True
+    "tokens",
+    "`input_ids`",
+    lambda record: "input_ids" in record and "responses" not in record,  # those are rows of verl
+    lambda record, notes: [record],
+    tokens=True,
 )
 SERVER = Format("server", "the token ids of a server's response", is_server, read_server, tokens=True)
 STEPS = Format("steps", "the token ids of prompts and answers", is_steps, read_steps, tokens=True)

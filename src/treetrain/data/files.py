@@ -1,0 +1,488 @@
+"""Read files and folders record by record: JSON, Parquet and Arrow, compressed or in a zip archive.
+
+Files may be damaged or hostile. No reader runs code from a file, follows a name out of its folder, or decompresses
+without bound, and everything that is left out is an error or a counted remark.
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import stat
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any
+
+from treetrain.data.records import JSON, Notes, Record, field, objects, parse_json, without_nulls
+from treetrain.errors import DataError, quoted, shortened
+
+Found = Iterator[tuple[str, Record | DataError]]
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# The first bytes of a file say more than its name.
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz"}
+MAGIC |= {b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "zip"}
+MAGIC |= {bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)}
+SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".parquet": "parquet", ".arrow": "arrow"}
+SUFFIXES |= {".eval": "zip", ".zip": "zip"}
+PICKLES = dict.fromkeys((".pt", ".pth", ".pkl", ".pickle"), "pickle")
+TEXTS = (".jsonl", ".json", ".traj", ".ndjson")
+IN_FOLDERS = (*TEXTS, *SUFFIXES)
+"""Files with these endings, in any case, are read where a folder is given."""
+
+CHUNK = 1 << 20
+LINE_BYTES = 1 << 28
+"""A longer line is an error."""
+DOCUMENT_BYTES = 1 << 30
+"""JSON over several lines is read whole; more than this is an error."""
+BLANK_LINES = 1_000_000
+"""More blank lines than this, one after the other, are an error."""
+BOMB_BYTES = 1 << 28
+BOMB_RATIO = 500
+"""A compressed file that gives more than `BOMB_BYTES`, and more than this many times its size, is an error."""
+
+
+def read_records(path: str | os.PathLike[str], notes: Notes | None = None) -> Found:
+    """Yield (place in words, record) for every record of a file or folder, and an error in place of one that is broken.
+
+    Args:
+        path: JSONL, one JSON file with an array or an object, Parquet, Arrow, or a zip of JSON files, each plain or
+            compressed (gzip, zstd, bzip2, xz), recognised by its first bytes; or a folder of such files or of
+            `datasets`.
+        notes: receives remarks on files that are left out.
+
+    Raises:
+        DataError: no such file, a pipe, a damaged file, a file without records, a file that decompresses without bound.
+    """
+    path, notes, empty = _named(path), notes or Notes(), True
+    try:
+        for file in _files_of(path, notes):
+            kind = _kind(file)
+            before = empty
+            empty = True
+            for found in _READERS[kind](file, kind, notes):
+                empty = False
+                yield found
+            if empty and file != path:
+                notes.add("a file has no records", str(file))
+            empty = empty and before
+    except FileNotFoundError as error:
+        raise DataError(f"{error.filename or path}: there is no such file") from error
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot be read ({shortened(error.strerror or error)})") from error
+    if empty:
+        raise DataError(f"{path}: there are no records in it")
+
+
+# Which files
+
+
+def _named(path: str | os.PathLike[str]) -> Path:
+    if not os.fspath(path):
+        raise DataError("the path is empty; give a file or a folder")
+    return Path(path)
+
+
+def _files_of(path: Path, notes: Notes) -> list[Path]:
+    """The files of a folder in order, or the file itself."""
+    if not path.is_dir():
+        return [path]
+    left: list[Path] = []
+    files = _in_folder(path, left)
+    named = ", ".join(str(one.relative_to(path)) for one in left[:3]) + (", ..." if len(left) > 3 else "")
+    if not files:
+        others = f"; it holds {named}" if left else ""
+        raise DataError(f"{path}: the folder holds no file that ends in {', '.join(IN_FOLDERS)}{others}")
+    if left:
+        notes.add(f"{path}: {len(left)} files are not read, since they have other endings: {named}", None)
+    return files
+
+
+def _in_folder(path: Path, left: list[Path]) -> list[Path]:
+    """The files to read of a folder and the folders in it; `left` receives the others."""
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(found.parent for found in path.glob("*/state.json"))
+        names = ", ".join(split.name for split in splits)
+        raise DataError(
+            f"{path} holds the splits {names}; name one of them, e.g. {splits[0]}"
+            if splits
+            else f"{path}: dataset_dict.json is there, but no split; save the dataset again"
+        )
+    if (path / "dataset_info.json").exists() and (path / "state.json").exists():  # `datasets.save_to_disk`
+        return _of_dataset(path)
+    files: list[Path] = []
+    for found in sorted(path.iterdir()):
+        if found.is_dir() and not found.is_symlink():
+            files += _in_folder(found, left)
+        elif found.suffix.lower() in IN_FOLDERS:
+            files.append(found)
+        else:
+            left.append(found)
+    return files
+
+
+def _of_dataset(path: Path) -> list[Path]:
+    state = path / "state.json"
+    record = _record(state.read_bytes(), "")
+    try:
+        if isinstance(record, DataError):
+            raise record
+        names = [field(entry, "filename", str) for entry in objects(record, "_data_files")]
+        if not names:
+            raise DataError("`_data_files` names no file; save the dataset again")
+        for name in names:
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                raise DataError(f"`_data_files` names {quoted(name)}, which is no file of this folder")
+    except DataError as error:
+        raise DataError(f"{state}: {error}") from error
+    return [path / name for name in names]
+
+
+def _kind(path: Path) -> str:
+    """The key of a reader.
+
+    A pipe gives its content only once, and several readers would share it, so it is refused.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DataError(f"{path}: is a folder, a pipe or a device, which cannot be read twice; write it to a file")
+    with open(path, "rb") as file:
+        start = file.read(8)
+    found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+    return found or (SUFFIXES | PICKLES).get(path.suffix.lower(), "text")
+
+
+# JSON
+
+
+class _TooMuch(Exception):
+    """A stream gives more than is read; the message says what."""
+
+
+class _Decompressed(io.RawIOBase):
+    """The bytes that a compressed stream gives, up to the bounds on bombs.
+
+    Args:
+        stream: gives decompressed bytes.
+        compressed: size of the file in bytes.
+        before: bytes that earlier members of the file gave.
+    """
+
+    def __init__(self, stream: Any, compressed: int, before: int = 0) -> None:
+        self.stream, self.compressed, self.given = stream, compressed, before
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = self.stream.readinto(buffer)
+        self.given += count
+        if self.given > max(BOMB_BYTES, BOMB_RATIO * self.compressed):
+            raise _TooMuch(
+                f"{self.compressed:,} bytes decompress to more than {self.given:,}; if they are meant to, decompress "
+                "the file first"
+            )
+        return count
+
+
+def _zstd(path: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.input_stream(str(path), compression="zstd")
+
+
+_OPEN: dict[str, Callable[[Path], Any]] = {"gzip": gzip.open, "zstd": _zstd, "bzip2": bz2.open, "xz": lzma.open}
+
+
+def _read_text(path: Path, kind: str, notes: Notes) -> Found:
+    if kind == "text":
+        with open(path, "rb") as stream:
+            yield from _texts(stream, str(path))
+    else:
+        with _OPEN[kind](path) as stream:
+            bounded = _Decompressed(stream, path.stat().st_size)
+            yield from _texts(io.BufferedReader(bounded, CHUNK), str(path))
+
+
+def _texts(stream: IO[bytes], name: str) -> Found:
+    """The records of JSONL, or of JSON values over several lines, which are read whole."""
+    number = 0
+    try:
+        head, number, one_per_line = _head(stream)
+        if not one_per_line:
+            head += stream.read(max(DOCUMENT_BYTES + 1 - len(head), 0))
+            if len(head) > DOCUMENT_BYTES:
+                raise _TooMuch(f"JSON over several lines has more than {DOCUMENT_BYTES:,} bytes; write JSONL")
+            try:
+                yield from _documents(head, name, number + 1)
+                return
+            except _NoDocument:
+                pass
+        blank = 0
+        for line in chain(io.BytesIO(head), iter(lambda: _line(stream), b"")):
+            blank = 0 if line.strip() else _one_more(blank)
+            number += 1
+            if not blank:
+                yield f"{name} line {number}", _record(line, "Every line must be one whole JSON object")
+    except _TooMuch as error:
+        raise DataError(f"{name} line {number + 1}: {error}") from error
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+        raise DataError(f"{name}: breaks off after line {number} ({shortened(error)})") from error
+
+
+def _line(stream: IO[bytes], most: int | None = None) -> bytes:
+    """The next line; or its first `most` bytes, of a line that may have any length."""
+    line = stream.readline(most or LINE_BYTES + 1)
+    if len(line) > LINE_BYTES:
+        raise _TooMuch(f"the line has more than {LINE_BYTES:,} bytes; write one record per line")
+    return line
+
+
+def _one_more(blank: int) -> int:
+    if blank == BLANK_LINES:
+        raise _TooMuch(f"more than {BLANK_LINES:,} blank lines one after the other")
+    return blank + 1
+
+
+def _head(stream: IO[bytes]) -> tuple[bytes, int, bool]:
+    """Read on until it is known whether the stream is JSONL.
+
+    It is JSONL if the first or second line that is not blank is an object, or if the text begins with no { or [. A line
+    that begins with [ is not read to its end.
+
+    Returns:
+        The bytes read, blank lines before them, whether the stream is JSONL.
+    """
+    blank, piece = 0, _line(stream, CHUNK).removeprefix(BYTE_ORDER_MARK)
+    while piece and not piece.strip():
+        blank = _one_more(blank) if piece.endswith(b"\n") else blank
+        piece = _line(stream, CHUNK)
+    begins = piece.lstrip()[:1]
+    if begins == b"[":
+        return piece, blank, False
+    if not piece.endswith(b"\n"):
+        piece += _line(stream)
+    if begins != b"{" or _is_object(piece):
+        return piece, blank, True
+    for line in islice(iter(lambda: _line(stream), b""), 1000):
+        piece += line
+        if line.strip():
+            return piece, blank, _is_object(line)
+    return piece, blank, False
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _record(data: bytes, hint: str) -> Record | DataError:
+    """The object that the text of a line or a file is, or what is wrong with it."""
+    try:
+        return _object(parse_json(data.decode("utf-8")), hint)
+    except DataError as error:
+        return error
+    except UnicodeDecodeError as error:
+        return DataError(f"byte {error.start} is not UTF-8; save the file as UTF-8")
+    except RecursionError:
+        return DataError("JSON is nested too deeply to be read")
+    except ValueError as error:
+        begins = data[:40].decode("utf-8", "replace").strip()
+        return DataError(f"broken JSON ({error}); the text begins {begins!r}. {hint}")
+
+
+class _NoDocument(Exception):
+    """The text does not begin with a JSON array or object."""
+
+
+def _documents(content: bytes, name: str, line: int) -> Found:
+    """The elements of a JSON array, or JSON objects one after the other, over any number of lines."""
+    number, at, start = 0, 0, 0
+    try:
+        text = content.decode("utf-8-sig")
+
+        def skip(start: int) -> int:
+            """The place of the next character that is no white space."""
+            found = _BLANK.match(text, start)
+            return found.end() if found else start
+
+        start = skip(0)
+        array = text.startswith("[", start)
+        start = skip(start + array)
+        while start < len(text) or array:
+            if array and number:
+                if not text.startswith((",", "]"), start):
+                    raise ValueError("expected ',' or ']'")
+                start = skip(start + 1) if text[start] == "," else start
+            if array and text.startswith("]", start):
+                if skip(start + 1) < len(text):
+                    raise ValueError("more text after the end of the array")
+                return
+            value, end = _raw_decode(text, start)
+            line, at = line + text.count("\n", at, start), start
+            number += 1
+            start = skip(end)
+            place = f"{name} line {line}" + (f" element {number}" if array else "")
+            try:
+                yield place, _object(value, "Every element must be a JSON object")
+            except DataError as error:
+                yield place, error
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        if number == 0:
+            raise _NoDocument from error
+        raise DataError(f"{name}: broken JSON after line {line} ({shortened(error)})") from error
+
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+def _raw_decode(text: str, start: int) -> tuple[Any, int]:
+    """The value that begins at `start`, or the error about a key that it has twice; and its end."""
+    try:
+        return JSON.raw_decode(text, start)
+    except DataError as error:
+        return error, json.JSONDecoder().raw_decode(text, start)[1]
+
+
+def _object(value: Any, hint: str) -> dict[str, Any]:
+    if isinstance(value, DataError):
+        raise value
+    if not isinstance(value, dict):
+        names = {list: "array", str: "string", bool: "true/false", type(None): "null"}
+        raise DataError(f"a JSON {names.get(type(value), 'number')}, expected an object. {hint}")
+    return value
+
+
+# Archives, tables, pickles
+
+
+def _read_zip(path: Path, kind: str, notes: Notes) -> Found:
+    """The members of an archive that are JSON or JSONL; of an Inspect log (`.eval`) the samples."""
+    given = 0
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in _members(path, archive, notes):
+                with archive.open(member) as stream:
+                    bounded = _Decompressed(stream, path.stat().st_size, given)
+                    yield from _texts(io.BufferedReader(bounded, CHUNK), f"{path} member {member.filename}")
+                    given = bounded.given
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise DataError(f"{path}: the zip archive cannot be read ({shortened(error)})") from error
+
+
+def _members(path: Path, archive: zipfile.ZipFile, notes: Notes) -> list[zipfile.ZipInfo]:
+    """The members to read; a remark counts the others, except in a log of Inspect, which has known ones."""
+    files = [member for member in archive.infolist() if not member.is_dir()]
+    names = {member.filename for member in files}
+    if any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):  # written by torch.save
+        next(_read_pickle(path, "pickle", notes))
+    texts = [member for member in files if member.filename.lower().endswith(TEXTS)]
+    texts = [member for member in texts if not member.filename.startswith("__MACOSX/")]
+    if "header.json" in names or any(name.startswith("_journal/") for name in names):
+        return [member for member in texts if member.filename.startswith("samples/")]
+    others = [member.filename for member in files if member not in texts]
+    named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    if not texts:
+        raise DataError(f"{path}: no member ends in {', '.join(TEXTS)}; the archive holds {named or 'no file'}")
+    if others:
+        notes.add(f"{path}: {len(others)} members are not read, since they have other endings: {named}", None)
+    return texts
+
+
+def _read_table(path: Path, kind: str, notes: Notes) -> Found:
+    """The rows of a Parquet or Arrow file (the file and the stream form)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        # Not memory-mapped: a file that another program cuts off would end this process.
+        with pa.OSFile(str(path)) as source:
+            if kind == "parquet":
+                parquet = pq.ParquetFile(source)
+                _check_columns(parquet.schema_arrow.names)
+                batches: Iterable[Any] = parquet.iter_batches(batch_size=64)
+            else:
+                try:
+                    reader = pa.ipc.open_file(source)
+                    batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+                except pa.ArrowInvalid:
+                    source.seek(0)
+                    batches = reader = pa.ipc.open_stream(source)
+                _check_columns(reader.schema.names)
+            for batch in batches:
+                batch.validate(full=True)
+                columns = [(name, _readable(name, column)) for name, column in zip(batch.schema.names, batch.columns)]
+                for begin in range(0, batch.num_rows, 64):
+                    values = [_values(name, column.slice(begin, 64)) for name, column in columns]
+                    for row in zip(*values):
+                        number += 1
+                        yield f"{path} row {number}", without_nulls(dict(zip(batch.schema.names, row)))
+    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as {kind} after row {number} ({shortened(error)})") from error
+
+
+def _check_columns(names: list[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"the column {quoted(twice)} is there twice; keep one of them")
+
+
+def _readable(name: str, column: Any) -> Any:
+    """The column with dates and times as the integers that they are stored as.
+
+    Python has no dates after the year 9999, no nanoseconds and not all time zones.
+    """
+    import pyarrow as pa
+
+    try:
+        plain = _without_times(column.type)
+        return column if plain == column.type else column.cast(plain)
+    except pa.ArrowException as error:
+        raise DataError(f"column {quoted(name)} of type {column.type} ({shortened(error)})") from error
+
+
+def _without_times(kind: Any) -> Any:
+    import pyarrow as pa
+
+    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    if pa.types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        _check_columns([one.name for one in fields])
+        return pa.struct([one.with_type(_without_times(one.type)) for one in fields])
+    for test, made in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if test(kind):
+            return made(kind.value_field.with_type(_without_times(kind.value_type)))
+    return kind
+
+
+def _values(name: str, column: Any) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except Exception as error:  # types that Python does not have
+        raise DataError(f"column {quoted(name)} of type {column.type} ({shortened(error)})") from error
+
+
+def _read_pickle(path: Path, kind: str, notes: Notes) -> Found:
+    raise DataError(
+        f"{path}: is a pickle, as torch.save and verl's DataProto.save_to_disk write them. Reading one can run any "
+        "code, so it is not read; docs/data.md shows how to write it as Parquet"
+    )
+    yield
+
+
+_READERS: dict[str, Callable[[Path, str, Notes], Found]] = {
+    "text": _read_text,
+    "parquet": _read_table,
+    "arrow": _read_table,
+    "zip": _read_zip,
+    "pickle": _read_pickle,
+} | dict.fromkeys(_OPEN, _read_text)

@@ -1,0 +1,325 @@
+"""Damaged and hostile files are one clear error, in bounded time and memory; what is left out is counted."""
+
+import bz2
+import collections
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+import treetrain as tt
+from treetrain.data import files, load
+from treetrain.errors import DataError
+
+ROW = b'{"input_ids": [1, 2, 3]}\n'
+
+
+def ids(path, **options):
+    return [row.ids.tolist() for row in load(path, **options).trajectories]
+
+
+# ---- Which files
+
+
+def test_a_pipe_a_device_and_an_empty_path_are_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(DataError, match="a pipe or a device, which cannot be read twice; write it to a file"):
+            load(path)
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"rows\.jsonl: is a folder, a pipe"):
+        load(tmp_path)
+    for empty in ("", [""]):
+        with pytest.raises(DataError, match="the path is empty"):
+            load(empty)
+
+
+def test_a_process_substitution_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(ROW * 20_000)
+    command = f"{sys.executable} -m treetrain inspect <(cat rows.jsonl)"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0 and "a pipe or a device, which cannot be read twice" in done.stderr
+
+
+def test_files_of_a_folder_are_read_whatever_the_case_of_their_endings_and_others_are_counted(tmp_path):
+    (tmp_path / "a.JSONL").write_bytes(ROW)
+    (tmp_path / "b.jsonl.BZ2").write_bytes(bz2.compress(ROW))
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(ROW))
+    for name in ("d.csv", "e.pkl", "f"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "g").mkdir()
+    (tmp_path / "g" / "h.Jsonl.GZ").write_bytes(gzip.compress(ROW))
+    (tmp_path / "i").symlink_to("g")
+    (tmp_path / "j.jsonl").write_bytes(b"\n")
+    found = load(tmp_path)
+    assert len(found.trajectories) == 4
+    assert any("4 files are not read, since they have other endings: d.csv, e.pkl, f, ..." in n for n in found.notes)
+    assert any("a file has no records" in note and "j.jsonl" in note for note in found.notes)
+
+
+def test_a_link_to_nothing_in_a_folder_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(ROW)
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"b\.jsonl: there is no such file"):
+        load(tmp_path)
+
+
+def test_the_rows_of_dataset_folders_come_from_files_of_the_folder(tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(ROW)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text("{}")
+    table = pa.table({"input_ids": [[1, 2], [3, 4]]})
+    with pa.OSFile(str(folder / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    for state, message in (
+        ('{"_data_files": [{"filename": "../other.jsonl"}]}', r"names '\.\./other\.jsonl', which is no file of this"),
+        (json.dumps({"_data_files": [{"filename": str(other)}]}), "which is no file of this folder"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', r"gone\.arrow: there is no such file"),
+        ('{"_data_files": []}', r"state\.json: `_data_files` names no file"),
+        ('{"_data_files": 3}', r"state\.json: `_data_files` is 3, expected a list"),
+        ('{"_data_files": [{"file', r"state\.json: broken JSON"),
+    ):
+        (folder / "state.json").write_text(state)
+        with pytest.raises(DataError, match=message):
+            load(folder)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    assert ids(folder) == ids(tmp_path)[1:] == [[1, 2], [3, 4]]
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["../../etc"]}')
+    with pytest.raises(DataError, match=r"holds the splits saved; name one of them"):
+        load(tmp_path)
+    (folder / "state.json").unlink()
+    with pytest.raises(DataError, match=r"dataset_dict\.json is there, but no split"):
+        load(tmp_path)
+
+
+# ---- Compressed files and archives
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz", "zip"])
+def test_a_bomb_is_refused_with_its_line_before_it_fills_the_memory(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 20)
+    compress = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
+    many = (b'{"a": "' + b"a" * 4000 + b'"}\n') * 64
+    for number, content in enumerate((b" " * (1 << 18), b'{"a":[],' + b" " * (1 << 18), many)):
+        path = tmp_path / f"bomb{number}"
+        if kind == "zip":
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+                for member in range(2):
+                    archive.writestr(f"{member}.jsonl", ROW + content * 20)
+        else:
+            path.write_bytes(compress[kind](ROW) + compress[kind](content) * 40)
+        with pytest.raises(DataError, match=r"bomb\d.* line \d+: .* bytes decompress to more than") as found:
+            collections.deque(files.read_records(path), 0)
+        assert len(str(found.value)) < 400
+
+
+@pytest.mark.slow
+def test_two_gigabytes_in_two_megabytes_take_little_memory_and_time(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(ROW) + gzip.compress(b'"' + b"0" * (1 << 20)) * 2048)
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30,) * 2); import treetrain as tt; "
+    command = [sys.executable, "-c", limited + f"tt.load({str(path)!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "rows.jsonl.gz line 2: the line has more than 268,435,456 bytes" in done.stderr
+
+
+def test_a_long_line_and_a_long_document_are_refused_with_their_places(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINE_BYTES", 100)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(ROW + b"\n" + b'{"input_ids": [' + b"1, " * 40 + b"1]}\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl line 3: the line has more than 100 bytes"):
+        load(path)
+    monkeypatch.setattr(files, "BLANK_LINES", 10)
+    for before, line in ((b"", 1), (ROW, 12)):
+        path.write_bytes(before + b"\n" * 11 + ROW)
+        with pytest.raises(DataError, match=rf"rows\.jsonl line {line}: more than 10 blank lines"):
+            load(path)
+    monkeypatch.setattr(files, "DOCUMENT_BYTES", 100)
+    path.write_bytes(b"[\n" + ROW.strip() + (b",\n" + ROW.strip()) * 5 + b"]")
+    with pytest.raises(DataError, match=r"rows\.jsonl line 1: JSON over several lines has more than 100 bytes"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", ["bzip2", "xz", "gzip"])
+@pytest.mark.parametrize("keep", [20, -4])
+def test_a_stream_that_breaks_off_is_refused_with_its_line(tmp_path, kind, keep):
+    compress = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}[kind]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(compress(ROW * 100)[:keep])
+    with pytest.raises(DataError, match=r"rows\.jsonl: breaks off after line \d"):
+        load(path)
+
+
+def archive_of(path, members):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_members_of_an_archive_are_read_or_counted(tmp_path):
+    members = [("a.JSONL", ROW * 2), ("b.json", ROW), ("c/d.ndjson", ROW), ("e.csv", "x"), ("__MACOSX/._b.json", "\0")]
+    found = load(archive_of(tmp_path / "rows.zip", [*members, ("b.json", ROW.replace(b"3", b"4"))]))
+    assert [row.ids.tolist()[2] for row in found.trajectories] == [3, 3, 3, 3, 4]
+    assert any(
+        "2 members are not read, since they have other endings: e.csv, __MACOSX/._b.json" in n for n in found.notes
+    )
+    with pytest.raises(DataError, match=r"no member ends in \.jsonl, .*; the archive holds e\.csv"):
+        load(archive_of(tmp_path / "none.zip", [("e.csv", "x")]))
+    with pytest.raises(DataError, match=r"bad\.zip member b\.json line 1: broken JSON"):
+        load(archive_of(tmp_path / "bad.zip", [("a.json", ROW), ("b.json", b'{"a": }')]))
+    whole = archive_of(tmp_path / "whole.zip", [("a.jsonl", ROW * 50)]).read_bytes()
+    (tmp_path / "torn.zip").write_bytes(whole.replace(b"3]", b"4]"))
+    with pytest.raises(DataError, match=r"torn\.zip member a\.jsonl: breaks off after line \d+ \(Bad CRC"):
+        load(tmp_path / "torn.zip")
+
+
+# ---- Pickles
+
+
+class Shell:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def test_a_pickle_is_refused_by_what_it_is_and_nothing_of_it_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = pickle.dumps(Shell())
+    saved = io.BytesIO()
+    with zipfile.ZipFile(saved, "w") as archive:  # as torch.save writes it
+        archive.writestr("batch/data.pkl", content)
+    for name, data in (
+        ("batch.jsonl", content),
+        ("batch.pt", saved.getvalue()),
+        ("old.PT", pickle.dumps(Shell(), protocol=0)),
+        ("batch.pkl", content),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=rf"{name}: is a pickle, as torch\.save .* docs/data\.md shows how"):
+            load(name)
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- Tables
+
+
+def written(path, table):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_a_column_or_field_that_is_there_twice_is_refused(tmp_path, name):
+    lists = pa.array([[1, 2], [3, 4]])
+    twice = pa.Table.from_arrays([lists, lists], ["input_ids", "input_ids"])
+    with pytest.raises(DataError, match=rf"{name}: .*the column 'input_ids' is there twice; keep one"):
+        load(written(tmp_path / name, twice))
+    fields = pa.StructArray.from_arrays([lists, lists], ["a", "a"])
+    with pytest.raises(DataError, match="the column 'a' is there twice"):
+        load(written(tmp_path / name, pa.table({"input_ids": lists, "more": fields})))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_times_that_python_does_not_have_do_not_keep_a_file_from_being_read(tmp_path, name):
+    far = pa.array([2**50, None], pa.int64())
+    columns = {"input_ids": pa.array([[1, 2], [3, 4]]), "us": far.view(pa.timestamp("us"))}
+    columns |= {"zone": far.view(pa.timestamp("ms", "Mars/Olympus")), "ns": far.view(pa.timestamp("ns", "UTC"))}
+    columns |= {"day": pa.array([2**30, None], pa.int32()).view(pa.date32()), "took": far.view(pa.duration("s"))}
+    columns["deep"] = pa.array([[{"at": 2**50}], None], pa.list_(pa.struct([("at", pa.timestamp("ms"))])))
+    path = written(tmp_path / name, pa.table(columns))
+    assert ids(path) == [[1, 2], [3, 4]]
+    (_, first), (_, second) = files.read_records(path)
+    assert first["us"] == first["zone"] == first["took"] == 2**50 and first["deep"] == [{"at": 2**50}]
+    assert first["day"] == 2**30 and second == {"input_ids": [3, 4]}
+
+
+def test_text_that_is_no_utf8_is_refused_with_file_and_column(tmp_path):
+    raw = [pa.py_buffer(np.array([0, 1, 3], np.int32)), pa.py_buffer(b"a\xff\xfe")]
+    bad = pa.Array.from_buffers(pa.string(), 2, [None, *raw])
+    table = pa.table({"input_ids": pa.array([[1, 2], [3, 4]]), "id": bad})
+    for name in ("rows.arrow", "rows.parquet"):
+        with pytest.raises(DataError, match=rf"{name}: cannot be read .*column 1.*Invalid UTF8"):
+            load(written(tmp_path / name, table))
+
+
+def test_offsets_beyond_their_buffer_are_refused_before_they_are_read(tmp_path):
+    path = written(tmp_path / "rows.arrow", pa.table({"input_ids": pa.array([[1, 2], [3, 4]])}))
+    offsets, beyond = (np.array([0, 2, end], np.int32).tobytes() for end in (4, 10_000_000))
+    assert offsets in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(offsets, beyond))
+    with pytest.raises(
+        DataError, match=r"rows\.arrow: cannot be read as arrow after row 0 .*out of bounds: 10000000 > 4"
+    ):
+        load(path)
+
+
+CORRUPT = """
+import sys
+import numpy as np
+from pathlib import Path
+import treetrain as tt
+path, counts, drawn = Path(sys.argv[1]), [0, 0], np.random.default_rng(0)
+whole = path.read_bytes()
+for number in range(int(sys.argv[2])):
+    data = bytearray(whole)
+    for at in drawn.integers(0, len(data), drawn.integers(1, 4)):
+        data[at] ^= 1 << int(drawn.integers(8))
+    path.write_bytes(bytes(data))
+    try:
+        tt.load(path, format="tokens")
+        counts[0] += 1
+    except tt.DataError as error:
+        assert str(path) in str(error) and len(str(error)) < 700, error
+        counts[1] += 1
+print(*counts)
+"""
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.zip", "rows.gz"])
+def test_files_with_flipped_bits_are_read_or_refused_and_never_end_the_process(tmp_path, name):
+    rows = [{"input_ids": list(range(n)), "group_id": f"g{n}", "reward": n / 2} for n in range(1, 9)]
+    path = tmp_path / name
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if name == "rows.gz":
+        path.write_bytes(gzip.compress(text))
+    elif name == "rows.zip":
+        archive_of(path, [("a.jsonl", text)])
+    else:
+        written(path, pa.Table.from_pylist(rows))
+    command = [sys.executable, "-c", CORRUPT, str(path), "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    read, refused = map(int, done.stdout.split())
+    assert read + refused == 300 and refused > 20
+
+
+# ---- Values
+
+
+def test_true_is_no_token_id(write_rows):
+    for row in ({"input_ids": [5, True, 1]}, {"input_ids": [0, False]}):
+        with pytest.raises(DataError, match=r"line 1: .*ids\[1\] is (True|False), expected a whole number"):
+            load(write_rows(row))
+    for bare in ([[1, 2], [1, 0, True]], [(1, 2), (1, 0, True)]):
+        with pytest.raises(DataError, match="row 1: token id True is no whole number"):
+            tt.build_tree(bare)
+    assert (
+        load(write_rows({"input_ids": [0, 1, 2], "loss_mask": [False, True, True]})).trajectories[0].weights.sum() == 2
+    )
