@@ -12,40 +12,26 @@ backward.
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.distributed import check_same, own_part
+from treetrain.engine.distributed import check_same
 from treetrain.engine.executor import Executor, Reduces
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
+from treetrain.engine.model_state import ModelState
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing
 from treetrain.engine.runtime import PassCounts, Rollback, Runtime
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
-
-_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-"""Fields of peft's layers; `scaling` is set by adapter, at any time."""
-
-
-def switches_of(runtime: Runtime) -> dict[str, str]:
-    """The active adapters and the trained parameters, by name. They can change while all weights stay the same."""
-    switches = {}
-    for name, module in runtime.model.named_modules():
-        if "_active_adapter" in vars(module):
-            switches |= {f"{field.lstrip('_')} of {name}": repr(vars(module).get(field)) for field in _FIELDS}
-    names = {id(p): name for name, p in runtime.model.named_parameters()}
-    for number, parameter in enumerate(runtime.parameters):
-        name = names.get(id(parameter), f"value head, parameter {number}")
-        switches[f"requires_grad of {name}"] = str(parameter.requires_grad)
-    return switches
 
 
 class Scoring:
@@ -60,7 +46,8 @@ class Scoring:
     def __init__(
         self, runtime: Runtime, plan: Plan, routing: Routing | None, *, entropy: bool = False, statistics: bool = False
     ):
-        self.runtime, self.routing, self.live = runtime, routing, runtime.live
+        # A copy, so that this score's backward sees its own temperature, heads and settings, whatever is set later.
+        self.runtime, self.routing, self.live = copy(runtime), routing, runtime.live
         self.plan, self.layout = plan, plan.layout
         if self.live:
             keeps = runtime.keeps_graphs(plan)
@@ -188,9 +175,10 @@ class Scored:
         """
         self._name, self._scoring, self._reads, self._spent = name, scoring, reads, False
         self.live = scoring.live
-        if self.live:
-            self._weights, self._switches = self._weight_sums(), switches_of(scoring.runtime)
+        self._state = ModelState(scoring.runtime) if self.live else None
         table = scoring.forward()
+        if self._state is not None:
+            self._state.leave_out_changes()
         self.logprobs = []
         self.entropies = self.values = self.rewards = None
         self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
@@ -258,7 +246,7 @@ class Scored:
                 does. False leaves them local; pass it in every call of an accumulation except the last.
 
         Raises:
-            RuntimeError: a second call; weights, adapters or ``requires_grad`` changed since `score`; no leaf has a
+            RuntimeError: a second call; weights, buffers, adapters or settings changed since `score`; no leaf has a
                 gradient; `score` ran under ``torch.no_grad``; memory ran out while ``.grad`` held gradients of earlier
                 calls.
             RanksDisagree: another rank failed, or has another `sync`.
@@ -280,37 +268,16 @@ class Scored:
         if sync:
             runtime.average_gradients()
 
-    def _weight_sums(self) -> Float64[Tensor, " parameters"]:
-        """Sums of the weights, frozen ones too (a part that runs again would see their new values).
-
-        Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
-        """
-        with torch.no_grad():
-            sums = [own_part(p).sum(dtype=torch.float64) for p in self.parameters]
-        return torch.stack([total.to(sums[0].device) for total in sums])
-
     def _check_backward(self) -> None:
         """Raise RuntimeError if a backward now would not match the scores."""
         name = self._name
-        if not self.live:
+        if self._state is None:
             raise RuntimeError(
                 f"{name} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
             )
         if self._spent:
             raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
-        if not torch.equal(self._weights, self._weight_sums()):
-            raise RuntimeError(
-                f"the model's weights have changed between {name} and its backward (an optimiser step?); gradients "
-                "would be those of other weights: call backward first, or score again"
-            )
-        before, now = self._switches, switches_of(self._scoring.runtime)
-        for switch in [*before, *now]:
-            then, after = before.get(switch, "not there"), now.get(switch, "not there")
-            if then != after:
-                raise RuntimeError(
-                    f"the model was switched between {name} and its backward ({switch} was {then} and is {after}); "
-                    "gradients would be those of another model: call backward first, or switch back, or score again"
-                )
+        self._state.check(name)
         if any(x.numel() for x in self.leaves) and all(x.grad is None for x in self.leaves):
             raise RuntimeError(
                 "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "

@@ -23,7 +23,8 @@ from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutp
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.score import Scored, switches_of
+from treetrain.engine.model_state import switches_of
+from treetrain.engine.score import Scored
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD

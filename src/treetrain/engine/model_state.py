@@ -1,0 +1,144 @@
+"""Sees what changes of a model between a score and its backward, where parts may run forward again."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from treetrain.engine.distributed import own_part
+from treetrain.engine.runtime import Runtime
+
+_ADAPTER_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""Fields of peft's layers; `scaling` is set by adapter, at any time."""
+_WITHOUT_EFFECT = {"training", "gradient_checkpointing", "use_cache", "return_dict"}
+"""Settings that generation and evaluation switch. Results in tree mode do not depend on them; a forward that draws
+random numbers refuses to run."""
+_SMALL = 1 << 20
+"""Buffers of up to this many elements are copied; of larger ones only `_checksum` is kept, which misses some changes,
+such as two experts that exchange their biases."""
+
+
+def switches_of(runtime: Runtime) -> dict[str, str]:
+    """The active adapters and the trained parameters, by name. They can change while all weights stay the same."""
+    switches = {}
+    for name, module in runtime.model.named_modules():
+        if "_active_adapter" in vars(module):
+            fields = vars(module)
+            switches |= {f"{field.lstrip('_')} of {name}": repr(fields.get(field)) for field in _ADAPTER_FIELDS}
+    names = {id(p): name for name, p in runtime.model.named_parameters()}
+    for number, parameter in enumerate(runtime.parameters):
+        name = names.get(id(parameter), f"value head, parameter {number}")
+        switches[f"requires_grad of {name}"] = str(parameter.requires_grad)
+    return switches
+
+
+class ModelState:
+    """Everything that a forward reads of a model: weights, adapters, buffers, and settings.
+
+    Settings are the numbers, strings and flags on modules and configurations. Make the state before a forward, and call
+    `leave_out_changes` after it: counters and caches that a forward writes are not what its result depends on.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self._runtime, self._switches = runtime, switches_of(runtime)
+        self._fields, self._weights = self._read(), self._sums()
+
+    def leave_out_changes(self) -> None:
+        """Do not compare the buffers and settings that have changed since the state was made."""
+        now = self._read()
+        self._fields = {place: value for place, value in self._fields.items() if _same(value, now.get(place))}
+
+    def check(self, call: str) -> None:
+        """Raise RuntimeError if a backward now would not match the scores that `call` gave."""
+        if not torch.equal(self._weights, self._sums()):
+            raise RuntimeError(
+                f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
+                "would be those of other weights: call backward first, or score again"
+            )
+        change = self._change()
+        if change is not None:
+            raise RuntimeError(
+                f"the model was switched between {call} and its backward ({change}); gradients would be those of "
+                "another model: call backward first, or switch back, or score again"
+            )
+
+    def _change(self) -> str | None:
+        switches = switches_of(self._runtime)
+        for switch in [*self._switches, *switches]:
+            then, now = self._switches.get(switch, "not there"), switches.get(switch, "not there")
+            if then != now:
+                return f"{switch} was {then} and is {now}"
+        fields = self._read()
+        for (holder, name), then in self._fields.items():
+            now = fields.get((holder, name))
+            if not _same(then, now):
+                change = "has other values" if isinstance(then, Tensor) else f"was {then!r} and is {now!r}"
+                return f"{name} of {self._name(holder)} {change}"
+        return None
+
+    def _sums(self) -> Int64[Tensor, " weights"]:
+        """Checksums of the weights, frozen ones too (a part that runs again would see their new values).
+
+        Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
+        """
+        sums = [_checksum(own_part(p)) for p in self._runtime.parameters]
+        return torch.stack([total.to(sums[0].device) for total in sums])
+
+    def _read(self) -> dict[tuple[int, str], Any]:
+        """Copies of buffers and settings, by the identity of what holds them and their name."""
+        found: dict[tuple[int, str], Any] = {}
+        configurations: dict[int, Any] = {}
+        for root in (self._runtime.model, self._runtime.value_head):
+            for module in () if root is None else root.modules():
+                holder, fields = id(module), vars(module)
+                _add_settings(found, holder, fields)
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        found[holder, name] = _copy(own_part(buffer))
+                config = fields.get("config")
+                if config is not None:
+                    configurations[id(config)] = config
+        for holder, config in configurations.items():
+            _add_settings(found, holder, vars(config))
+        return found
+
+    def _name(self, holder: int) -> str:
+        """The path of a module, or the class of a configuration."""
+        for name, module in self._runtime.model.named_modules():
+            if id(module) == holder:
+                return name or "the model"
+            if id(vars(module).get("config")) == holder:
+                return type(module.config).__name__
+        return "the value head"
+
+
+def _add_settings(found: dict[tuple[int, str], Any], holder: int, fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        if name[0] != "_" and (value is None or type(value) in (bool, int, float, str)) and name not in _WITHOUT_EFFECT:
+            found[holder, name] = value
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone() if buffer.numel() <= _SMALL else _checksum(buffer)
+
+
+def _checksum(values: Tensor) -> Int64[Tensor, ""]:
+    """The sum of a tensor's bits as 64-bit integers, which wraps around: several times faster than a sum of floats."""
+    if is_traceable_wrapper_subclass(values):  # quantised weights that are several tensors
+        return values.sum(dtype=torch.float64).view(torch.int64)
+    flat = values.detach().reshape(-1)
+    count, tail = flat.numel() * flat.itemsize, flat.numel() * flat.itemsize % 8
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()
+    if not tail:
+        return flat.view(torch.int64).sum()
+    raw = flat.view(torch.uint8)
+    return raw[: count - tail].view(torch.int64).sum() + raw[count - tail :].sum()
+
+
+def _same(then: Any, now: Any) -> bool:
+    if isinstance(then, Tensor) and isinstance(now, Tensor):
+        return then.shape == now.shape and then.device == now.device and torch.equal(then, now)
+    return then is now or (type(then) is type(now) and then == now)
