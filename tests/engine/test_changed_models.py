@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import treetrain as tt
 from support.models import make_model
 from support.plans import planned
 from treetrain.testing import linear
