@@ -10,7 +10,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +21,8 @@ import pyarrow.parquet
 import pytest
 
 import treetrain as tt
-from treetrain.data import files, load
+from treetrain.data import chat, files, load
+from treetrain.data.time_limit import within
 from treetrain.errors import DataError
 
 ROW = b'{"input_ids": [1, 2, 3]}\n'
@@ -107,7 +111,7 @@ def test_the_rows_of_dataset_folders_come_from_files_of_the_folder(tmp_path):
 # ---- Compressed files and archives
 
 
-@pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz", "zip"])
+@pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz", "zstd", "zip"])
 def test_a_bomb_is_refused_with_its_line_before_it_fills_the_memory(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(files, "BOMB_BYTES", 1 << 20)
     compress = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
@@ -118,6 +122,8 @@ def test_a_bomb_is_refused_with_its_line_before_it_fills_the_memory(tmp_path, mo
             with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
                 for member in range(2):
                     archive.writestr(f"{member}.jsonl", ROW + content * 20)
+        elif kind == "zstd":
+            path.write_bytes(pa.compress(ROW + content * 40, "zstd", asbytes=True))
         else:
             path.write_bytes(compress[kind](ROW) + compress[kind](content) * 40)
         with pytest.raises(DataError, match=r"bomb\d.* line \d+: .* bytes decompress to more than") as found:
@@ -323,3 +329,46 @@ def test_true_is_no_token_id(write_rows):
     assert (
         load(write_rows({"input_ids": [0, 1, 2], "loss_mask": [False, True, True]})).trajectories[0].weights.sum() == 2
     )
+
+
+# ---- Chat templates
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOPS, "{% for m in messages %}{{ m.content }}" + LOOPS + "{% endfor %}"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_template_that_loops_without_end_is_refused_in_bounded_time(
+    bytes_tokenizer, write_rows, tmp_path, monkeypatch, template, elsewhere
+):
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.3)
+    (tmp_path / "endless.jinja").write_text(template)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    options = {"tokenizer": bytes_tokenizer, "chat_template": str(tmp_path / "endless.jinja")}
+    path, begun = write_rows({"messages": turns}), time.monotonic()
+
+    def read():
+        with pytest.raises(DataError, match=r"line 1: the chat template takes more than 0\.3 s for 2 messages"):
+            load(path, **options)
+
+    if elsewhere:  # in a thread to which no signal comes
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(read).result()
+    else:
+        read()
+    assert time.monotonic() - begun < 10
+
+
+def test_a_time_limit_ends_late_calls_only_and_leaves_nothing_behind():
+    def spin(seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return seconds
+
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            within(0.05, lambda: spin(5))
+        assert [within(0.5, lambda: spin(0.01)) for _ in range(5)] == [0.01] * 5
+    spin(0.3)
+    assert "treetrain-time-limit" not in [thread.name for thread in threading.enumerate()]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools
 from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts
+from treetrain.data.time_limit import within
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
 
@@ -27,6 +28,8 @@ CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_too
 TEXT_KEYS = frozenset(("prompt", "completion", *ROW_KEYS))
 CHATML_END = "<|im_end|>"
 CACHED_CHARACTERS = 1 << 24
+RENDER_SECONDS = 10
+"""A chat template that takes longer for one conversation is refused; it may loop without end."""
 """Characters of text pieces whose tokens are cached; about 100 MB at most."""
 THINK = re.compile("<think>(.*?)</think>", re.DOTALL)
 
@@ -383,13 +386,21 @@ class Renderer:
         if not self._source:
             raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                chat_template=self.template,
-                add_generation_prompt=prompt,
-                tokenize=False,
+            return within(
+                RENDER_SECONDS,
+                lambda: self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self.template,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
+                ),
             )
+        except TimeoutError as error:
+            raise DataError(
+                f"the chat template takes more than {RENDER_SECONDS} s for {len(messages)} messages; pass another "
+                "template, e.g. --chat-template chatml"
+            ) from error
         except Exception as error:  # a template is third-party code: it may raise anything
             raise DataError(
                 f"the chat template refuses these messages ({type(error).__name__}: {shortened(error)}); "
