@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,30 @@ def test_a_file_with_a_mistake_is_refused_in_one_line(treetrain, tmp_path, text,
     path = tmp_path / "run.yaml"
     path.write_text(text + "\n", encoding="utf-8")
     assert message in treetrain("train", path, "--use_cpu", "true").error
+
+
+BOMB = "\n".join(["a: &a x", *(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in pairwise("abcdefghijkl"))])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model: tiny\nseed: 1\nmodel: small", "run.yaml: 'model' is there twice, in lines 1 and 3"),
+        (b"lora: {r: 1, r: 2}", "run.yaml: 'r' is there twice, in lines 1 and 1"),
+        (BOMB.encode(), "run.yaml line 2: *a stands for another value; write that value out"),
+        (b"a: " + b"[" * 100_000, "run.yaml line 1: values are nested deeper than 8 levels"),
+        (b"a: " + b"{b: " * 5000, "run.yaml line 1: values are nested deeper than 8 levels"),
+        ("model: tiny".encode("utf-16"), "run.yaml: byte 0 is not UTF-8; save the file as UTF-8"),
+        (b"model: \xff", "run.yaml: byte 7 is not UTF-8"),
+        (b"model: !!python/object/apply:os.system [touch ran]", "could not determine a constructor"),
+        (b"# " + b"x" * (1 << 19), "run.yaml: has more than 262,144 characters"),
+    ],
+)
+def test_a_hostile_yaml_file_is_refused_in_one_line_at_once(treetrain, tmp_path, content, message) -> None:
+    path, begun = tmp_path / "run.yaml", time.monotonic()
+    path.write_bytes(content)
+    assert message in treetrain("train", path, "--use_cpu", "true").error
+    assert time.monotonic() - begun < 10 and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from treetrain.data import from_messages
-from treetrain.data.files import read_records
+from treetrain.data.files import MAGIC, read_records
 from treetrain.errors import DataError
 
 SAMPLES = {
@@ -107,6 +107,7 @@ def test_every_entry_of_every_sample_damaged_in_every_way_is_read_noted_or_refus
 
 @given(
     st.binary(max_size=200)
+    | st.builds(bytes.__add__, st.sampled_from(list(MAGIC)), st.binary(max_size=200))
     | st.text(max_size=200).map(str.encode)
     | st.builds(lambda x: json.dumps(x).encode(), st.lists(st.integers()))
 )

@@ -6,10 +6,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from treetrain.cli.common import Parser, at_least, print_notes, read
+from treetrain.errors import quoted
 
 SUMMARY = (
     "From files of trajectories to a trained model folder; every shared prefix is computed once. A YAML file before "
@@ -17,6 +17,8 @@ SUMMARY = (
     "transformers.TrainingArguments are known, and mean what they mean there. On several processes: torchrun "
     "--nproc-per-node 8 -m treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --output_dir out --fsdp"
 )
+YAML_CHARACTERS = 1 << 18
+YAML_DEPTH = 8
 
 
 def run(argv: Sequence[str]) -> int:
@@ -75,14 +77,58 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
     return options, arguments
 
 
-def _words(path: str) -> list[str]:
-    """The names and values of a YAML file as command-line words. Raises ValueError for other contents."""
+def read_yaml(path: str) -> Any:
+    """The value of a YAML file of plain values.
+
+    Raises:
+        ValueError: no YAML, no UTF-8, a key that is there twice, nesting deeper than any setting, an alias. Aliases could
+            stand for more than fits in memory.
+    """
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8-sig") as file:
+            text, depth = file.read(YAML_CHARACTERS + 1), 0
+        if len(text) > YAML_CHARACTERS:
+            raise ValueError(
+                f"{path}: has more than {YAML_CHARACTERS:,} characters; give names of arguments and values"
+            )
+        for event in yaml.parse(text, yaml.SafeLoader):
+            line = event.start_mark.line + 1
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > YAML_DEPTH:
+                raise ValueError(f"{path} line {line}: values are nested deeper than {YAML_DEPTH} levels")
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"{path} line {line}: *{event.anchor} stands for another value; write that value out")
+        _check_keys(yaml.compose(text, yaml.SafeLoader), path)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _check_keys(node: Any, path: str) -> None:
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(f"{path}: {quoted(name)} is there twice, in lines {lines[name]} and {line}; keep one")
+            lines[name] = line
+            _check_keys(value, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_keys(value, path)
+
+
+def _words(path: str) -> list[str]:
+    """The names and values of a YAML file as command-line words; see `read_yaml` for errors."""
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no names with values; give lines such as `learning_rate: 1e-5`")
     words: list[str] = []
