@@ -64,6 +64,23 @@ def an_error_on_one_rank(group: Any, how: str) -> str:
     return "nothing"
 
 
+def a_forgotten_backward(group: Any, how: str) -> str:
+    """Return the error of an optimizer that steps before `Scored.backward`; after it, the step is made."""
+    model = parallel_model(make_model("qwen3", num_key_value_heads=2), how, group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scored = tt.TreeEngine(model).score([[1, 2, 3], [1, 2, 4 + dist.get_rank(group)]])
+    sum(row.sum() for row in scored.logprobs).backward()  # type: ignore[union-attr]
+    try:
+        optimizer.step()
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    scored.backward()
+    optimizer.step()
+    assert optimizer.state
+    return said
+
+
 def check(run_on_ranks, how, *, keeps=(True,), calls=1, split="round", changes=QWEN3, shapes=PLANS, size=2):
     found = run_on_ranks(scored_step, how, shapes, keeps, calls, split, changes, size=size)
     for outcome in found:
@@ -124,3 +141,9 @@ def test_an_error_on_one_rank_ends_all_of_them(run_on_ranks, how):
     outcome = run_on_ranks(an_error_on_one_rank, how)
     assert "a second backward through TreeEngine.score" in outcome[1]
     assert outcome[0].startswith("RanksDisagree") and "a second backward" in outcome[0]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_forgotten_backward_is_an_error_on_every_rank(run_on_ranks, how):
+    for said in run_on_ranks(a_forgotten_backward, how):
+        assert "have not gone through the tree" in said

@@ -288,7 +288,7 @@ def test_rewards_are_one_leaf(graphs):
     alone = torch.stack([model(input_ids=torch.tensor([row])).logits[0] for row in rows])
     truth = linear.gradients(model, alone.square().sum())
     scored = engine_with(model, "one segment per part", "mixed", graphs).score(rows, rewards=True)
-    assert torch.allclose(scored.rewards.view(-1), alone.view(-1), atol=1e-12) and scored.logprobs == []
+    assert torch.allclose(scored.rewards.view(-1), alone.view(-1), atol=1e-12) and scored.logprobs == ()
     scored.rewards.square().sum().backward()
     scored.backward()
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12

@@ -287,7 +287,7 @@ class TreeEngine(Runtime):
         """
         with torch.no_grad():
             scored = self.score(trajectories, entropies=return_entropy, mask=mask)
-        return (scored.logprobs, scored.entropies) if return_entropy else scored.logprobs
+        return (list(scored.logprobs), list(scored.entropies or ())) if return_entropy else list(scored.logprobs)
 
 
 WORTH_A_LOOK = 1.05

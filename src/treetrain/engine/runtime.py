@@ -21,6 +21,7 @@ from torch import nn
 
 from treetrain.engine.context_parallel import check_context
 from treetrain.engine.costs import cost_if_countable, cost_of
+from treetrain.engine.deferred import allocated_gradient
 from treetrain.engine.distributed import (
     Ranks,
     check_same,
@@ -360,7 +361,7 @@ class Runtime:
         free = free_bytes(device)
         if not self.ranks.alone and device.type == "cpu":
             free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
-        absent = (own_part(p) for p in self.parameters if p.requires_grad and p.grad is None)
+        absent = (own_part(p) for p in self.parameters if p.requires_grad and allocated_gradient(p) is None)
         free = max(free - sum(x.numel() * x.element_size() for x in absent), 0)
         return min(self.same_rows.gather(free)) * self.context.size
 

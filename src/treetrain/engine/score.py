@@ -10,7 +10,7 @@ backward.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
@@ -23,6 +23,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
+from treetrain.engine.deferred import Deferral
 from treetrain.engine.distributed import check_same
 from treetrain.engine.executor import Executor, Reduces
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
@@ -138,22 +139,23 @@ class States(NamedTuple):
 class Scored:
     """Scores of a batch, to compute a loss from; made by `TreeEngine.score`.
 
-    The tensors are leaves. Call ``backward`` on a loss that is computed from them, then `backward` here.
+    The tensors are leaves. Call ``backward`` on a loss that is computed from them, then `backward` here. Until then
+    ``.grad`` of the parameters is a `DeferredGradient`: an optimizer that steps, or code that reads it, gets an error.
     """
 
-    logprobs: list[Tensor]
+    logprobs: tuple[Tensor, ...]
     """K tensors [L_k - 1], in nats: entry t is the log-probability of token t + 1 of a trajectory."""
-    entropies: list[Tensor] | None
+    entropies: tuple[Tensor, ...] | None
     """K tensors [L_k - 1], in nats: entropy of the distribution of token t + 1; None if not asked for."""
-    values: list[Tensor] | None
+    values: tuple[Tensor, ...] | None
     """K tensors [L_k - 1] or [L_k - 1, c]: value of the state before token t + 1; None if not asked for."""
     rewards: Float[Tensor, " K *c"] | None
     """A reward model's value of every trajectory; None if not asked for."""
-    is_top1: list[Tensor] | None
+    is_top1: tuple[Tensor, ...] | None
     """K tensors bool [L_k - 1]: whether token t + 1 is the most likely one; None without statistics."""
-    mean_logits: list[Tensor] | None
+    mean_logits: tuple[Tensor, ...] | None
     """K tensors [L_k - 1]: mean logit over the vocabulary, divided by the temperature; None without statistics."""
-    log_sum_sq_probs: list[Tensor] | None
+    log_sum_sq_probs: tuple[Tensor, ...] | None
     """K tensors [L_k - 1]: log of the sum of squared probabilities; None without statistics."""
     aux_loss: Tensor | None
     """The routers' auxiliary loss over all tokens of all trajectories, before its coefficient; None for a model whose
@@ -179,38 +181,43 @@ class Scored:
         table = scoring.forward()
         if self._state is not None:
             self._state.leave_out_changes()
-        self.logprobs = []
+        self.logprobs = ()
         self.entropies = self.values = self.rewards = None
         self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
         self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
         self.computed_tokens = scoring.layout.num_tokens
 
-        def leaf(scores: Tensor) -> Tensor:
-            return scores.detach().clone().requires_grad_(self.live)
+        self.deferral = Deferral(name, scoring.runtime.parameters if self.live else ())
+        self._leaves: dict[str, tuple[Tensor, ...]] = {}
+
+        def leaves(kind: str, scores: Iterable[Tensor]) -> tuple[Tensor, ...]:
+            self._leaves[kind] = tuple(x.detach().clone().requires_grad_(self.live) for x in scores)
+            if self.live:
+                for leaf in self._leaves[kind]:
+                    self.deferral.watch(leaf)
+            return self._leaves[kind]
 
         self.aux_loss = None
         if scoring.routing is not None and scoring.routing.balanced:
-            self.aux_loss = leaf(scoring.routing.loss.to(table.logprobs.dtype))
+            (self.aux_loss,) = leaves("aux_loss", [scoring.routing.loss.to(table.logprobs.dtype)])
         if isinstance(reads, States):
             of_states = table.values_or_zeros[on_device(reads.rows, table.device)]
             if reads.lengths is None:
-                self.rewards = leaf(of_states)
+                (self.rewards,) = leaves("values", [of_states])
             else:
-                self.values = [leaf(x) for x in of_states.split(reads.lengths)]
+                self.values = leaves("values", of_states.split(reads.lengths))
             return
 
-        def rows(per_prediction: Tensor) -> list[Tensor]:
-            return [leaf(x) for x in reads.per_trajectory(per_prediction)]
-
-        self.logprobs = rows(reads.at_edges(table.logprobs))
+        rows = reads.per_trajectory
+        self.logprobs = leaves("logprobs", rows(reads.at_edges(table.logprobs)))
         if table.entropies is not None:
-            self.entropies = rows(reads.at_rows(table.entropies))
+            self.entropies = leaves("entropies", rows(reads.at_rows(table.entropies)))
         if values:
-            self.values = rows(reads.at_rows(table.values_or_zeros))
+            self.values = leaves("values", rows(reads.at_rows(table.values_or_zeros)))
         if table.statistics is not None:
-            self.is_top1 = reads.per_trajectory(reads.at_edges(table.statistics.is_top1))
-            self.mean_logits = reads.per_trajectory(reads.at_rows(table.statistics.mean_logits))
-            self.log_sum_sq_probs = reads.per_trajectory(reads.at_rows(table.statistics.log_sum_sq_probs))
+            self.is_top1 = tuple(rows(reads.at_edges(table.statistics.is_top1)))
+            self.mean_logits = tuple(rows(reads.at_rows(table.statistics.mean_logits)))
+            self.log_sum_sq_probs = tuple(rows(reads.at_rows(table.statistics.log_sum_sq_probs)))
 
     @property
     def plan(self) -> Plan:
@@ -234,9 +241,9 @@ class Scored:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """All tensors that a loss may be computed from."""
-        scalars = [x for x in (self.rewards, self.aux_loss) if x is not None]
-        return [*self.logprobs, *(self.entropies or []), *(self.values or []), *scalars]
+        """All tensors that a loss may be computed from: log-probabilities, entropies, values or rewards, loss."""
+        kinds = "logprobs", "entropies", "values", "aux_loss"
+        return [leaf for kind in kinds for leaf in self._leaves.get(kind, ())]
 
     def backward(self, *, sync: bool = True) -> None:
         """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
@@ -263,7 +270,7 @@ class Scored:
         # Every rank checks for errors before any of them starts the collective backward.
         gradients, syncs = ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
         check_same("sync", syncs)
-        with runtime.rollback() as rollback:
+        with self.deferral.lifted(), runtime.rollback() as rollback:
             ranks.agree("Scored.backward's passes", passes)
         if sync:
             runtime.average_gradients()
@@ -289,7 +296,8 @@ class Scored:
         self._check_backward()
         table, reads = self._scoring.table, self._reads
 
-        def by_place(like: Tensor | None, leaves: list[Tensor] | None, places: np.ndarray) -> Tensor | None:
+        def by_place(like: Tensor | None, kind: str, places: np.ndarray) -> Tensor | None:
+            leaves = self._leaves.get(kind)
             if like is None or leaves is None:
                 return None
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
@@ -298,11 +306,11 @@ class Scored:
                 flat = flat.index_select(0, on_device(np.flatnonzero(reads.used), table.device))
             return added_up(like, places, flat)
 
-        aux = 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
+        (aux_loss,) = self._leaves.get("aux_loss", (None,))
+        aux = 0.0 if aux_loss is None or aux_loss.grad is None else aux_loss.grad
         if isinstance(reads, States):
-            values = self.values if self.rewards is None else [self.rewards]
-            return torch.zeros_like(table.logprobs), None, by_place(table.values, values, reads.rows), aux
-        edges = by_place(table.logprobs, self.logprobs, reads.edges)
+            return torch.zeros_like(table.logprobs), None, by_place(table.values, "values", reads.rows), aux
+        edges = by_place(table.logprobs, "logprobs", reads.edges)
         assert edges is not None
-        rows = by_place(table.entropies, self.entropies, reads.edge_rows)
-        return edges, rows, by_place(table.values, self.values, reads.edge_rows), aux
+        rows = by_place(table.entropies, "entropies", reads.edge_rows)
+        return edges, rows, by_place(table.values, "values", reads.edge_rows), aux

@@ -9,7 +9,7 @@ verl then asks this engine for old and reference log-probabilities and for updat
 mini-batch are one tree; verl's own losses run once over all of them. Critics stay with verl's own engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -159,7 +159,7 @@ def wanted(data: TensorDict) -> list[Tensor]:
 def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:
     """The scores as verl's losses take them: jagged [K, L_k], the last entry of each row 0."""
 
-    def jagged(rows: list[Tensor]) -> Tensor:
+    def jagged(rows: Sequence[Tensor]) -> Tensor:
         values = torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in rows])
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 

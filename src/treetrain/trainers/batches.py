@@ -191,7 +191,7 @@ class Rows(NamedTuple):
     wanted: Bool[Tensor, "B _"]
     """[B, L - 1], or [1, N] for a packed tree of N tokens, on the device of the labels."""
 
-    def batch(self, rows: list[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
+    def batch(self, rows: Sequence[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted."""
         if [len(row) for row in rows] != [len(places) for places in self.places]:
             raise DataError("the scores are those of other rows than the batch has")

@@ -320,7 +320,7 @@ class PrefixSharing:
             rewards = scored.rewards[own]
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])  # type: ignore[arg-type]
 
-        def batch(values: list[Tensor] | None) -> Tensor | None:
+        def batch(values: Sequence[Tensor] | None) -> Tensor | None:
             return None if values is None else rows.batch(values[own])
 
         log_probs = rows.batch(scored.logprobs[own])

@@ -1,0 +1,196 @@
+"""Gradients that wait for a tree's backward, so that none is lost between a loss and its tree.
+
+A loss's backward ends in the leaves that `TreeEngine.score` gave, and the tree's own backward comes later. In between,
+the gradient of every parameter is known to come and is not there yet. A `DeferredGradient` says so where PyTorch keeps
+gradients: in ``.grad``. It costs no memory and is right in every use:
+
+- An operation on it, or an optimizer that is about to step, first has the trees run backward (trainers), or raises an
+  error (loops of one's own, which call `Scored.backward` themselves).
+- ``zero_grad`` drops it, and with it what waits, as it drops gradients otherwise. Nothing else remembers them.
+- A gradient that autograd adds to it meanwhile is kept beneath it: sums do not depend on the order.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+_WITHOUT_VALUES = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn")),
+    *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_leaf", "ndim", "is_cuda", "is_cpu", "_version")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.requires_grad_),
+    *(Tensor.add_, Tensor.__iadd__),
+}
+"""What a deferred gradient answers without its values. A sum does not need them either."""
+_ZEROES = {Tensor.zero_, torch._foreach_zero_}  # type: ignore[attr-defined]
+
+
+class DeferredGradient(Tensor):
+    """Stands in ``.grad`` of a parameter while gradients wait for a tree's backward.
+
+    Args:
+        parameter: the one whose ``.grad`` this becomes; what it holds now stays beneath.
+    """
+
+    parameter: "weakref.ref[nn.Parameter]"
+    beneath: Tensor | None
+    """The gradient without what waits; None if there is none."""
+    waits_for: "dict[Deferral, None]"
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter):
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        # Weak: autograd holds `.grad` where Python's garbage collector does not look.
+        made.parameter, made.beneath, made.waits_for = weakref.ref(parameter), parameter.grad, {}
+        return made
+
+    def __init__(self, parameter: nn.Parameter):
+        pass
+
+    def settle(self) -> None:
+        """Have all gradients run through their trees, or raise RuntimeError."""
+        with torch.inference_mode(False), torch.enable_grad():
+            for deferral in list(self.waits_for):
+                deferral.settle()
+        for deferral in self.waits_for:
+            raise RuntimeError(deferral.error)
+
+    def drop(self) -> None:
+        """Drop what waits and put zeros in its place."""
+        self.waits_for.clear()
+        self.beneath = self.or_zeros()
+        if (parameter := self.parameter()) is not None and parameter.grad is self:
+            parameter.grad = self.beneath
+
+    def or_zeros(self) -> Tensor:
+        """The gradient beneath, or zeros."""
+        like = self.parameter() if self.beneath is None else self.beneath
+        if like is None:
+            raise RuntimeError("the parameter of this gradient is gone")
+        return torch.zeros_like(like, requires_grad=False) if self.beneath is None else like
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _ZEROES:
+            for gradient in args if isinstance(args[0], Tensor) else args[0]:
+                if isinstance(gradient, DeferredGradient):
+                    gradient.drop()
+        return func(*tree_map_only(cls, _value, args), **tree_map_only(cls, _value, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sums, and calls that do not come from Python: autograd adds its gradients here."""
+        own, kwargs = args[0], kwargs or {}
+        if func is torch.ops.aten.add_.Tensor and isinstance(own, DeferredGradient) and own.waits_for:
+            with torch.no_grad():
+                own.beneath = own.or_zeros().add_(args[1], **kwargs)
+            return own
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"within a backward pass, {func} needs a gradient that waits for the backward of a tree, which cannot "
+                "run there; read .grad after the backward pass"
+            )
+        return func(*tree_map_only(cls, _value, args), **tree_map_only(cls, _value, kwargs))
+
+
+def _value(gradient: DeferredGradient) -> Tensor:
+    gradient.settle()
+    return gradient.or_zeros()  # zeros if the tree has no gradient for this parameter
+
+
+def allocated_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient of a parameter that takes memory."""
+    found = parameter.grad
+    return found.beneath if isinstance(found, DeferredGradient) else found
+
+
+class Deferral:
+    """The gradients that one score has received and that have not gone through its tree.
+
+    Args:
+        name: the call that scored, for messages.
+        parameters: those that will get gradients.
+    """
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter]):
+        self.error = (
+            f"gradients have arrived in what {name} gave and have not gone through the tree: call backward() on what "
+            "it returned (scored.backward()) before .grad is read or an optimizer steps, or drop them by zero_grad()"
+        )
+        self.arrived = False
+        """Whether gradients have arrived, which may have been dropped since."""
+        self.settle: Callable[[], None] = self.refuse
+        """Called before the gradients are read, or an optimizer steps with them."""
+        self._parameters = [weakref.ref(p) for p in parameters if p.requires_grad]
+        self._backward = -1
+        _watch_optimizers()
+
+    def refuse(self) -> None:
+        """Raise RuntimeError, since nobody else runs the tree's backward."""
+        raise RuntimeError(self.error)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that will get gradients."""
+        return [p for reference in self._parameters if (p := reference()) is not None]
+
+    def watch(self, leaf: Tensor) -> None:
+        """Defer the parameters' gradients when a backward ends in this leaf."""
+        leaf.register_post_accumulate_grad_hook(self._arrive)
+
+    def _arrive(self, _leaf: Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:  # once in a backward, at its end: autograd may still add to `.grad` itself
+            self._backward = number
+            Variable._execution_engine.queue_callback(self._defer)
+
+    def _defer(self) -> None:
+        self.arrived = True
+        for p in self.parameters:
+            if not isinstance(p.grad, DeferredGradient):
+                p.grad = DeferredGradient(p)
+            p.grad.waits_for[self] = None
+
+    def waiting(self) -> list[nn.Parameter]:
+        """The parameters whose gradients wait: what has arrived has neither been run through the tree nor dropped."""
+        return [p for p in self.parameters if isinstance(p.grad, DeferredGradient) and self in p.grad.waits_for]
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside the block ``.grad`` is what lies beneath; after it, what other scores wait for is deferred again."""
+        found = [(p, p.grad) for p in self.parameters if isinstance(p.grad, DeferredGradient)]
+        for p, gradient in found:
+            gradient.waits_for.pop(self, None)
+            p.grad = gradient.beneath
+        try:
+            yield
+        finally:
+            for p, gradient in found:
+                gradient.beneath = p.grad
+                if gradient.waits_for:
+                    p.grad = gradient
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Settle deferred gradients before any optimizer steps. Its own reads are too late: its state has changed then."""
+
+    def settle(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if isinstance(p.grad, DeferredGradient):
+                    p.grad.settle()
+
+    register_optimizer_step_pre_hook(settle)
