@@ -37,7 +37,7 @@ SIGNATURES = {
     "group_advantages": ("(trajectories, *, divide_by_std=True, eps=0.0001, leave_one_out=False)"),
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
-        "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, "
+        "map=None, where=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, "
         "collect=<class 'list'>)"
     ),
     "logprobs": (
@@ -64,7 +64,7 @@ SIGNATURES = {
     ),
     "from_messages": (
         "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
-        "map=None, on_error='stop')"
+        "map=None, where=None, on_error='stop')"
     ),
     "load_tree": "(path, *, tokenizer=None, chat_template=None, count='per trajectory', "
     "vocab_size=None, max_positions=None, notes=None)",

@@ -89,13 +89,14 @@ def test_every_call_is_its_prompt_untrained_and_its_completion_trained(
 ):
     rows = read(conversation(), template, view="calls")
     assert [row.id for row in rows] == [f"f.jsonl line 9/{n}" for n in range(3)]
-    think = "<think>\n\n</think>\n\n" if template == "think_dropping" else ""
-    assert [trained(row) for row in rows] == [[think + text] for text in EXPECTED[template]]
+    assert [trained(row) for row in rows] == [[text] for text in EXPECTED[template]]
     prompt = bytes_tokenizer.apply_chat_template(
         conversation()[:2], chat_template=templates[template], tokenize=False, add_generation_prompt=True
     )
     ids = bytes_tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert rows[0].ids[: len(ids)].tolist() == ids
+    think = "<think>\n\n</think>\n\n" if template == "think_dropping" else ""
+    ids += bytes_tokenizer(think)["input_ids"]
     assert rows[0].loss_weights.tolist() == [0] * len(ids) + [1] * (len(rows[0]) - len(ids))
 
 
@@ -113,6 +114,29 @@ def test_a_think_block_that_the_template_writes_is_trained_where_it_is_written(r
         ["<think>\nearly\n</think>\n\nb<|im_end|>"],
         ["<think>\nlate\n</think>\n\nd<|im_end|>"],
     ]
+
+
+def test_an_empty_think_block_that_the_log_does_not_have_is_not_trained(read, trained, bytes_tokenizer):
+    notes = Notes()
+    for thought, expected in ((None, "d"), ("", "d"), ("late", "<think>\nlate\n</think>\n\nd")):
+        messages = [said("user", "c"), said("assistant", "d", reasoning_content=thought)]
+        for view in ("transcript", "calls"):
+            (row,) = read(messages, "think_dropping", view=view, notes=notes)
+            assert "<think>" in bytes_tokenizer.decode(row.ids) and trained(row) == [expected + "<|im_end|>"]
+    (row,) = read([said("user", "c"), said("assistant", "<think>\n\n</think>\n\nd")], notes=notes)
+    assert trained(row) == ["<think>\n\n</think>\n\nd<|im_end|>"]
+    assert [line for line in notes.lines() if "empty think block" in line and "(4 times" in line]
+
+
+@pytest.mark.parametrize("template", ["chatml", "strict", "think_dropping", "plain"])
+def test_the_end_of_an_answer_that_was_cut_off_is_not_trained(read, trained, template):
+    messages = [said("user", "a"), said("assistant", "b c", finish_reason="length"), said("user", "d")]
+    messages += [said("assistant", "e", finish_reason="stop")]
+    end = "</s>" if template == "plain" else "<|im_end|>"
+    (row,) = read(messages, template)
+    assert [text.strip() for text in trained(row)] == ["b c", "e" + end]
+    cut, whole = read(messages, template, view="calls")
+    assert [text.strip() for text in trained(cut) + trained(whole)] == ["b c", "e" + end]
 
 
 def test_the_same_words_in_every_turn_do_not_confuse_the_spans(read, trained):
@@ -206,8 +230,8 @@ def test_a_message_weight_multiplies_its_loss(read):
     messages = [said("user", "a"), said("assistant", "b", weight=0), said("assistant", "c", weight=0.5)]
     (row,) = read(messages)
     assert set(row.loss_weights.tolist()) == {0, 0.5}
-    calls = read(messages, view="calls")
-    assert calls[0].loss_weights.sum() == 0 and calls[1].loss_weights.max() == 0.5
+    (call,) = read(messages, view="calls")
+    assert call.loss_weights.max() == 0.5 and call.id.endswith("/1")
 
 
 def test_an_answer_to_nothing_and_a_conversation_without_answer_are_rows(read, trained):
@@ -227,9 +251,9 @@ def test_what_a_template_leaves_out_and_keys_without_use_are_noted(read):
     messages = [said("user", "q"), said("tool", "result"), said("assistant", "a")]
     read(messages, template, notes=notes, row={"step": 3})
     assert notes.lines() == (
-        "key 'step' is not used (f.jsonl line 9)",
         "a tool message does not appear in the rendered text as it is: the template drops or rewrites it "
         "(f.jsonl line 9 message 1)",
+        "keys that are not used: 'step' (1); first: f.jsonl line 9",
     )
 
 

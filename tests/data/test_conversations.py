@@ -146,7 +146,7 @@ def test_every_choice_of_a_response_is_a_row_and_a_prompt_elsewhere_is_refused(r
     assert len(rows) == 2 and not np.array_equal(rows[0].ids, rows[1].ids)
     with pytest.raises(DataError, match=r"row 0: `previous_response_id` is given"):
         read({"request": {"previous_response_id": "r", "input": "a"}, "response": {"output": []}})
-    with pytest.raises(DataError, match=r"row 0: `choices` is {}, expected a list"):
+    with pytest.raises(DataError, match=r"row 0: the response has no keys, expected one of choices"):
         read({"request": {"messages": []}, "response": {"choices": {}}})
 
 
@@ -165,9 +165,26 @@ def test_trls_columns_of_messages_train_the_completion(read, bytes_tokenizer):
     ).trajectories
     assert bytes_tokenizer.decode(row.ids[row.weights > 0]) == "4<|im_end|>"
     (row,) = read({"prompt": "hello", "completion": " there", "label": False}).trajectories
-    assert bytes_tokenizer.decode(row.ids) == "hello there</s>" and row.chosen is False
-    text = bytes_tokenizer.decode(row.ids[row.weights > 0])
-    assert text == " there</s>"
+    assert bytes_tokenizer.decode(row.ids) == "hello there" and row.chosen is False
+    assert bytes_tokenizer.decode(row.ids[row.weights > 0]) == " there"
+
+
+@pytest.mark.parametrize(
+    ("more", "trained", "noted"),
+    [
+        ({}, " there", True),
+        ({"finish_reason": "stop"}, " there</s>", False),
+        ({"finish_reason": "length"}, " there", False),
+        ({"completion": " there<|im_end|>"}, " there<|im_end|>", False),
+        ({"completion": " there</s>"}, " there</s>", False),
+    ],
+)
+def test_no_end_of_text_is_trained_that_the_log_does_not_have(read, bytes_tokenizer, more, trained, noted):
+    found = read({"prompt": "hello", "completion": " there"} | more)
+    (row,) = found.trajectories
+    assert bytes_tokenizer.decode(row.ids) == "hello" + trained
+    assert bytes_tokenizer.decode(row.ids[row.weights > 0]) == trained
+    assert any("without an end-of-text token" in note for note in found.notes) == noted
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2]", '[{"a": 1, "a": 2}]', "[]"])
@@ -207,9 +224,10 @@ def test_preferences_are_pairs_of_rows_that_train_the_answers(read, bytes_tokeni
 def test_messages_have_facts_of_their_own(read):
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "advantage": 2, "reward": 3}]
     said += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "train": False}]
-    first, second = read({"messages": said, "reward": 1, "task_id": "t"}, view="calls").trajectories
+    found = read({"messages": said, "reward": 1, "task_id": "t"}, view="calls")
+    (first,) = found.trajectories
     assert (first.reward, first.episode, set(first.advantages[first.weights > 0])) == (3, None, {2.0})
-    assert (second.reward, second.episode, second.weights.sum()) == (1, "row 0", 0)
+    assert "an assistant message that is not trained is no call (row 0 message 3)" in found.notes
     with pytest.raises(DataError, match=r"message 1 has a reward, but a transcript is one row"):
         read({"messages": said})
     del said[1]["reward"]
@@ -240,8 +258,8 @@ def test_nothing_that_a_template_drops_is_dropped_in_silence(read, bytes_tokeniz
     found = from_messages([{"messages": [*MESSAGES[:-1], ANSWER | {"colour": 1}]}], tokenizer=bytes_tokenizer)
     assert found.notes == (
         "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them) (row 0)",
-        "message key 'colour' is not used (row 0)",
         "the template drops the thinking of an assistant message, so it is not trained (row 0 message 2)",
+        "message keys that are not used: 'colour' (1); first: row 0",
     )
 
 

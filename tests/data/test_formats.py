@@ -147,7 +147,7 @@ def test_rollouts_of_frameworks_train_what_the_model_wrote(read, bytes_tokenizer
     rows = read("verl-responses.jsonl").trajectories
     assert texts(bytes_tokenizer, rows) == ["the answer is 4<|im_end|>", "hm<|im_end|>"] and rows[0].group == 3
     found = read("verl-rollouts.jsonl")
-    assert texts(bytes_tokenizer, found.trajectories) == ["the answer is 4</s>"]
+    assert texts(bytes_tokenizer, found.trajectories) == ["the answer is 4"]
     assert any("without special tokens" in note for note in found.notes)
 
 

@@ -88,7 +88,10 @@ def test_every_entry_of_every_sample_damaged_in_every_way_is_read_noted_or_refus
     options["format"] = from_messages(SAMPLES[name], **options).format
     outcomes = collections.Counter()
     for record in SAMPLES[name]:
-        whole = from_messages([record], **options)
+        try:
+            whole = from_messages([record], **options)
+        except DataError:  # a span that is no call, say: no rows by itself
+            continue
         for path in places(record):
             for odd in (..., *ODD):
                 try:

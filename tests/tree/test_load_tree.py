@@ -78,8 +78,8 @@ def test_keys_of_nodes_that_are_not_used_are_noted(tmp_path):
     tt.load_tree(path, notes=notes)
     said = " ".join(notes.lines())
     assert (
-        "'colour' is not used" in said
-        and "'name' is not used" in said
+        "keys that are not used: 'name' (1)" in said
+        and "keys of nodes that are not used: 'colour' (1)" in said
         and "`reward` of a node is used only at leaves" in said
     )
     assert set(notes.lines()) <= set(tt.load(path).notes)

@@ -60,6 +60,8 @@ class Parser(argparse.ArgumentParser):
         self.option("train", text, "all", choices=["all", "last"])
         text = "Read the value at PATH of a record as KEY: reward=result.score."
         self.option("map", text, [], action="extend", nargs="+", type=_key_and_path, metavar="KEY=PATH")
+        text = "Read only calls whose value at PATH is VALUE: model=my-policy leaves out those of a judge."
+        self.option("where", text, [], action="extend", nargs="+", type=_key_and_path, metavar="PATH=VALUE")
         text = "skip: leave out records that cannot be used, and list them in treetrain-skipped.txt."
         self.option("on_error", text, "stop", choices=["stop", "skip"])
         self.option("tools", "JSON file of tool schemas for conversations that bring none; none leaves all tools out.")
@@ -89,7 +91,7 @@ def _key_and_path(text: str) -> tuple[str, str]:
     """An argparse type: KEY=PATH."""
     key, _, path = text.partition("=")
     if not (key and path):
-        raise argparse.ArgumentTypeError(f"{text}: expected KEY=PATH, such as reward=result.score")
+        raise argparse.ArgumentTypeError(f"{text}: expected KEY=PATH, such as reward=result.score, or PATH=VALUE")
     return key, path
 
 
@@ -158,7 +160,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         config = None if options.model is None else load_config(options.model).get_text_config()
         tokenizer = None if wanted is None else load_tokenizer(wanted)
     vocab_size, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
-    as_rows = options.map or options.on_error != "stop" or more.get("limit")
+    as_rows = options.map or options.where or options.on_error != "stop" or more.get("limit")
     if kind.name == "nodes" and not as_rows and holds_token_trees(files[0]):
         notes = Notes()
         notes.add(f"{why or 'read as nodes'}; the trees are not flattened", None)
@@ -171,6 +173,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         vocab_size=vocab_size,
         max_positions=positions,
         map=renamed,
+        where=dict(options.where),
         images=getattr(options, "images", "refuse"),
         **{option: getattr(options, option) for option in given},
         **more,

@@ -2,8 +2,9 @@
 
 A chat template turns messages into text, and does not say which characters come from which message. So the text is
 rendered again with placeholders for the assistant's messages: text that stays the same comes from the template, text
-that changes comes from a message. The model is trained on what it would generate: the body, with the think block and
-tool calls that the template writes, and the token that ends the turn, but not the header before them.
+that changes comes from a message. The model is trained on what it generated: the body, with its think block and tool
+calls as the template writes them, and the token that ends the turn. It is not trained on the header, on an empty think
+block that the message does not have, or on the end of a turn that was cut off.
 """
 
 import contextlib
@@ -24,14 +25,19 @@ from treetrain.data.time_limit import within
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
 
-CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", *ROW_KEYS))
-TEXT_KEYS = frozenset(("prompt", "completion", *ROW_KEYS))
+CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", "model"))
+CHAT_KEYS |= {*ROW_KEYS}
+TEXT_KEYS = frozenset(("prompt", "completion", "finish_reason", *ROW_KEYS))
 CHATML_END = "<|im_end|>"
+ENDED = ("stop", "end_turn", "eos")
+"""Finish reasons of texts that the model ended itself."""
 CACHED_CHARACTERS = 1 << 24
 RENDER_SECONDS = 10
 """A chat template that takes longer for one conversation is refused; it may loop without end."""
 """Characters of text pieces whose tokens are cached; about 100 MB at most."""
 THINK = re.compile("<think>(.*?)</think>", re.DOTALL)
+EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")
+"""What templates write in place of thinking that a message does not have."""
 
 Span = tuple[int, int]
 # Token ids of a text, and the character offsets where each token starts and ends.
@@ -86,7 +92,7 @@ class ChatReader:
         settings, renderer, facts = self.settings, self.renderer, row_facts(record, notes)
         if "messages" not in record:
             notes.unused_keys(record, TEXT_KEYS)
-            return [_text_row(renderer, record, facts)]
+            return [_text_row(renderer, record, notes, facts)]
         notes.unused_keys(record, CHAT_KEYS)
         images: list[str] = []
         messages = clean_messages(record["messages"], notes, images if settings.images == "key" else None)
@@ -125,11 +131,22 @@ def _system(record: Record, messages: list[Message]) -> list[Message]:
     return clean_messages([{"role": "system", "content": record["system"]}], Notes())
 
 
-def _text_row(renderer: "Renderer", record: Record, facts: dict[str, Any]) -> ChatRow:
-    """Prompt and completion as plain text, tokenised as one; the completion is trained, and ends with the EOS token."""
+def _text_row(renderer: "Renderer", record: Record, notes: Notes, facts: dict[str, Any]) -> ChatRow:
+    """Prompt and completion as plain text, tokenised as one; the completion is trained.
+
+    The EOS token is added only where `finish_reason` says that the model ended the text ("stop"): a log without special
+    tokens does not show whether it was sampled.
+    """
     prompt, completion = field(record, "prompt", str), field(record, "completion", str)
-    end = getattr(renderer.tokenizer, "eos_token", None) or ""
-    text = prompt + (completion if completion.endswith(end) else completion + end)
+    if renderer.last_marker_end(completion) is None:
+        if record.get("finish_reason") in ENDED:
+            completion += getattr(renderer.tokenizer, "eos_token", None) or ""
+        elif record.get("finish_reason") is None:
+            notes.add(
+                "the completion ends without an end-of-text token, and none is added or trained; write it in the text, "
+                'or `"finish_reason": "stop"` where the model ended by itself'
+            )
+    text = prompt + completion
     spans = [(len(prompt), len(text))]
     return renderer.row(text, spans, [{}], facts, add_bos=True)
 
@@ -155,7 +172,22 @@ def _transcript(
                 raise DataError(
                     f"message {turn} has no `advantage` and other assistant messages have one; give all one"
                 )
-    return renderer.row(text, spans, answers, facts)
+    return renderer.row(text, _sampled(renderer, text, spans, answers, notes), answers, facts)
+
+
+def _sampled(renderer: "Renderer", text: str, spans: list[Span], answers: list[Message], notes: Notes) -> list[Span]:
+    """The spans without what the template wrote and the model did not: an empty think block, the end of a cut turn."""
+    sampled = []
+    for (start, end), answer in zip(spans, answers):
+        thought = answer.get("reasoning_content") or "</think>" in answer["content"]
+        if not thought and (empty := EMPTY_THINK.match(text, start, end)):
+            notes.add("the template writes an empty think block that the log does not have; it is not trained")
+            start = empty.end()
+        if answer.get("cut"):
+            notes.add("an answer was cut off, so the end of its turn is not trained")
+            end = start + renderer.closing_start(text[start:end])
+        sampled.append((start, end))
+    return sampled
 
 
 def _calls(
@@ -165,17 +197,22 @@ def _calls(
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     episode = notes.place if facts["episode"] is None else facts["episode"]
     texts = ("", "")
-    for number, turn in enumerate(turns[-1:] if only_last else turns):
+    chosen = list(enumerate(turns[-1:] if only_last else turns))
+    if not only_last and (context := [turn for _, turn in chosen if messages[turn].get("weight") == 0]):
+        notes.add("an assistant message that is not trained is no call", f"message {context[0]}")
+        chosen = [(number, turn) for number, turn in chosen if turn not in context]
+    for number, turn in chosen:
         answer = messages[turn]
         texts = _call_texts(renderer, messages[: turn + 1], tools, notes)
         _note_thinking(answer, texts[1], f"message {turn}", notes)
         own = {} if only_last else {"episode": episode, "id": f"{facts['id']}/{number}"}
         if "reward" in answer:  # a call with a reward of its own is an episode by itself
             own |= {"reward": answer["reward"], "episode": None}
-        span = len(texts[0]), len(texts[0]) + len(texts[1])
-        calls.append(ChatRow(texts=texts, spans=[span], messages=[answer], facts=facts | own))
-    if turns:
-        _note_dropped(messages[: turns[-1] + 1], "".join(texts), notes)
+        whole = "".join(texts)
+        spans = _sampled(renderer, whole, [(len(texts[0]), len(whole))], [answer], notes)
+        calls.append(ChatRow(texts=texts, spans=spans, messages=[answer], facts=facts | own))
+    if chosen:
+        _note_dropped(messages[: chosen[-1][1] + 1], "".join(texts), notes)
         if turns[-1] + 1 < len(messages):
             notes.add("messages after the last assistant message are in no call")
     return calls
@@ -422,7 +459,7 @@ class Renderer:
         """Remark on a message's keys that neither we nor the template reads."""
         for name in message:
             if name not in MESSAGE_KEYS and name not in self._source:
-                notes.add(f"message key {quoted(name)} is not used")
+                notes.unused_keys({name: True}, (), "message keys")
 
     def _find_header(self) -> str:
         question: list[Message] = [{"role": "user", "content": "a"}]
@@ -441,6 +478,12 @@ class Renderer:
         """End of the special token that ends the text, trailing white space ignored; None if there is none."""
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self._endings) else None
+
+    def closing_start(self, text: str) -> int:
+        """Start of the special token that ends the text; the length of the text if there is none."""
+        stripped = text.rstrip()
+        ending = max((one for one in self._endings if stripped.endswith(one)), key=len, default="")
+        return len(stripped) - len(ending) if ending else len(text)
 
     def has_marker(self, text: str, start: int = 0, end: int | None = None) -> bool:
         """Whether a special token is spelled out in text[start:end]."""

@@ -18,6 +18,7 @@ from treetrain.data.formats import FORMATS
 from treetrain.data.formats.tokens import trajectory_from_token_row
 from treetrain.data.messages import clean_tools, read_tools
 from treetrain.data.records import (
+    CALL,
     EPISODE_KEYS,
     GROUP_KEYS,
     NO_TOOLS,
@@ -28,7 +29,9 @@ from treetrain.data.records import (
     Tools,
     View,
     first_of,
+    key_paths,
     look_up,
+    messages_path,
 )
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
@@ -37,6 +40,8 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Records = Iterable[tuple[str, Record | DataError]]
 OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
+PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", "first_id", "last_id", "links"}
+"""The keys of a page of an API that holds records under `data`."""
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
 TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
@@ -66,6 +71,7 @@ def load(
     tools: Sequence[Any] | str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
     map: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
     images: Literal["refuse", "key"] = "refuse",
     on_error: Literal["stop", "skip"] = "stop",
     vocab_size: int | None = None,
@@ -86,6 +92,8 @@ def load(
         tools: tool schemas, or a JSON file of them, for conversations without their own; "none" leaves all tools out.
         chat_template: replaces the tokenizer's own: "chatml" (built in), a file, or the template's text.
         map: keys, and the path of the value of each in a record, e.g. `{"reward": "result.score"}`.
+        where: paths in a call or its record, and the text of the value that the calls to be read have there, e.g.
+            `{"model": "policy"}` in a trace with the calls of a judge.
         images: "key" replaces each image in a conversation by the text `<image>`, and keeps rows with different images
             apart. This is for inspecting such logs, since images do not enter the model.
         on_error: "skip" leaves out records that cannot be used, and lists them in `LoadedFile.skipped`.
@@ -107,8 +115,8 @@ def load(
         tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
     )
     kind, why = detect_format(paths[0], format, map)
-    reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit)
-    records = (found for path in paths for found in read_records(path, reading.notes))
+    reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit, where or {})
+    records = (found for path in paths for found in _records(path, reading.notes))
     if why:
         reading.notes.add(why, None)
     reading.wants = getattr(collect, "wants", None)
@@ -131,13 +139,15 @@ def from_messages(
     tools: Sequence[Any] | str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
     map: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
 ) -> LoadedFile:
     """Read rows in memory: a list or a `datasets.Dataset` of records, or a list of conversations.
 
     Args:
         rows: records of any format that `load` reads, or lists of messages.
-        tokenizer: this and `format`, `view`, `train`, `tools`, `chat_template`, `map` and `on_error` are as in `load`.
+        tokenizer: this and `format`, `view`, `train`, `tools`, `chat_template`, `map`, `where` and `on_error` are as
+            in `load`.
 
     Raises:
         DataError: a row that cannot be used; the message names its number and field.
@@ -158,7 +168,7 @@ def from_messages(
     if first is None:
         raise DataError("no rows were given")
     kind, _ = _detect(*first, format, map)
-    reading = _Reading(kind, settings, map or {}, on_error, (None, None), None)
+    reading = _Reading(kind, settings, map or {}, on_error, (None, None), None, where or {})
     return reading.finished(list(reading.rows(records())))
 
 
@@ -173,7 +183,18 @@ def detect_format(
     """
     if format != "auto":
         return _named(format), ""
-    return _detect(*next(iter(read_records(path))), format, map)
+    return _detect(*next(iter(_records(path, Notes()))), format, map)
+
+
+def _records(path: str | os.PathLike[str], notes: Notes) -> Records:
+    """The records of a file or folder, and of pages of an API the records in them."""
+    for place, record in read_records(path, notes):
+        if isinstance(record, DataError) or not isinstance(record.get("data"), list) or record.keys() - PAGE_KEYS:
+            yield place, record
+            continue
+        for number, one in enumerate(record["data"]):
+            bad = DataError(f"`data.{number}` is {quoted(one)}, expected an object")
+            yield f"{place} data.{number}", one if isinstance(one, Mapping) else bad
 
 
 def _named(name: str) -> Format:
@@ -198,12 +219,35 @@ def _detect(place: str, record: Record | DataError, format: str, map: Mapping[st
         if kind.matches(record):
             own = kind.name in ("tokens", "chat")
             return kind, "" if own else f"read as {kind.name}: the first record has {kind.wants}"
-    keys = ", ".join(quoted(name) for name in list(record)[:20]) or "no keys"
-    names = "|".join(kind.name for kind in FORMATS)
-    raise DataError(
-        f"{place}: cannot tell the format: the record has {keys}; name it (--format {names}), or name the keys that "
-        "hold what we read (--map messages=..., --map input_ids=...)"
+    raise DataError(f"{place}: cannot tell the format: {_described(record)}")
+
+
+def _described(record: Record) -> str:
+    """The keys of a record, and how it might be read."""
+    keys = list(dict.fromkeys(key_paths(record)))
+    parts = {part for path in keys for part in path.split(".")}
+    near = [kind.name for kind in FORMATS if any(f"`{part}`" in kind.wants for part in parts)]
+    path = messages_path(record) or "..."
+    names = f" (--format; near: {', '.join(near)})" if near else " (--format, see docs/data.md)"
+    return (
+        f"the record has {shortened(', '.join(keys) or 'no keys', 150)}; name the format{names}, or the path of what "
+        f"we read (--map messages={path} or --map input_ids=...)"
     )
+
+
+def _sessions(records: Records, session: Callable[[str, Record], Hashable]) -> Records:
+    """The events of every session as one record. A session named by a text ends where another begins."""
+    held: dict[Hashable, tuple[str, list[Record]]] = {}
+    for place, record in records:
+        if isinstance(record, DataError):
+            yield place, record
+            continue
+        name = session(place, record)
+        if isinstance(name, str) and name not in held:
+            yield from ((where, {"records": found}) for where, found in held.values())
+            held = {}
+        held.setdefault(name, (place, []))[1].append(record)
+    yield from ((where, {"records": found}) for where, found in held.values())
 
 
 def _mapped(record: Record, map: Mapping[str, str], notes: Notes) -> Record:
@@ -229,6 +273,7 @@ class _Reading:
     on_error: str
     limits: tuple[int | None, int | None]
     limit: int | None
+    where: Mapping[str, str]
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -242,6 +287,7 @@ class _Reading:
         self.notes = Notes()
         self.skipped: list[str] = []
         self.repeats = _Repeats()
+        self.made = 0
         self.wants: Callable[[Hashable, Hashable], bool] | None = None
 
     @cached_property
@@ -256,14 +302,17 @@ class _Reading:
 
     def rows(self, records: Records) -> Iterator[Trajectory]:
         """The trajectories of all records, in order."""
-        notes, count, more = self.notes, 0, False
+        notes, count, more, place, first = self.notes, 0, False, "", {}
+        records = _sessions(records, self.kind.session) if self.kind.session else records
 
         def limited() -> Records:
-            nonlocal count, more
+            nonlocal count, more, place, first
             for found in records:
                 if more := self.limit is not None and count >= self.limit:
                     return
                 count += 1
+                if not first and not isinstance(found[1], DataError):
+                    place, first = found
                 yield found
 
         yield from self._made(limited())
@@ -271,6 +320,11 @@ class _Reading:
             notes.add(f"only the first {self.limit} records are read; there are more", None)
         if count == 0:
             raise DataError(f"no rows were read (limit {self.limit}); give a limit of at least 1 or none")
+        if not self.made:
+            why = "; ".join(f"skipped: {one}" for one in self.skipped[:1]) or "; ".join(notes.lines()[-2:])
+            raise DataError(
+                f"{place}: no rows in {count} records, read as {self.kind.name} ({shortened(why)}); {_described(first)}"
+            )
         if self.skipped:
             notes.add(f"{len(self.skipped)} of {count} records are skipped; the first: {self.skipped[0]}", None)
         given = (self.settings.view, self.settings.train, self.settings.chat_template, self.settings.tools)
@@ -319,15 +373,33 @@ class _Reading:
 
     def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
         made: list[Trajectory | ChatRow] = []
+        if self.kind.keys is not None:
+            self.notes.unused_keys(record, self.kind.keys)
         for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
+            if self.where and not self._is_wanted(row, record):
+                continue
+            row = {name: value for name, value in row.items() if name != CALL} if CALL in row else row
             if self.wants is not None and not self.wants(first_of(row, *GROUP_KEYS), first_of(row, *EPISODE_KEYS)):
+                self.made += 1
                 continue
             if self.kind.tokens or row.get("input_ids") is not None:
                 made.append(trajectory_from_token_row(row, self.notes))
                 continue
             self.repeats.note(row, self.settings, self.notes)
             made += self.chat.rows(row, self.notes)
+        self.made += len(made)
         return made
+
+    def _is_wanted(self, row: Record, record: Record) -> bool:
+        """Whether a row has the values of `where`, by itself, in what its call has, or in its record."""
+        for path, wanted in self.where.items():
+            value = next(
+                (value for one in (row, row.get(CALL), record) if (value := look_up(one, path)) is not None), None
+            )
+            if str(value) != wanted:
+                self.notes.add(f"a row is left out: its `{path}` is {quoted(value)}, not {wanted!r}")
+                return False
+        return True
 
     def _with_image_key(self, row: Record) -> Record:
         """Add a digest of a row's images to its key, or raise DataError if images are refused."""

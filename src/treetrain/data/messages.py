@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treetrain.data.records import Notes, Record, Tools, first_of, parse_json, parsed
+from treetrain.data.records import Notes, Record, Tools, first_of, look_up, parse_json, parsed
 from treetrain.errors import DataError, quoted
 
 Message = dict[str, Any]
@@ -22,15 +22,27 @@ ROLE_ALIASES = {"developer": "system", "human": "user", "gpt": "assistant", "ai"
 ROLE_ALIASES |= dict.fromkeys(("function", "observation", "tool_response"), "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TRAIN_KEYS = ("train", "trainable")
+FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "status")
+CUT = ("length", "max_tokens", "max_output_tokens", "incomplete")
+"""Finish reasons of answers that were cut off, in the words of several APIs."""
 MESSAGE_KEYS = frozenset(
-    ("role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", *REASONING_KEYS)
-)
+    ("role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", "cut")
+).union(REASONING_KEYS)
 """Keys that are used whatever the template."""
-IGNORED_KEYS = ("content", "parts", "tool_calls", "function_call", "refusal", "audio", "annotations")
+IGNORED_KEYS = (*FINISH_KEYS, "content", "parts", "tool_calls", "function_call", "refusal", "audio", "annotations")
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 REASONING_PARTS = ("thinking", "reasoning")
 CALL_PARTS = ("tool_use", "tool_call", "function_call")
 RESULT_PARTS = ("tool_result", "tool_call_response", "function_call_output")
+# Gemini's and Bedrock's parts have a field for each type.
+KEYED_PARTS = {"text": "text", "inlineData": "image", "inline_data": "image", "image": "image"}
+KEYED_PARTS |= dict.fromkeys(("functionCall", "function_call", "toolUse"), "tool_use")
+KEYED_PARTS |= dict.fromkeys(("functionResponse", "function_response", "toolResult"), "tool_result")
+KEYED_PARTS |= {"reasoningContent": "reasoning", "reasoningText": "reasoning"}
+# LangChain's message types, as they are and as names of their classes
+LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
+LANGCHAIN_ROLES |= {f"{name.capitalize()}Message": role for name, role in LANGCHAIN_ROLES.items()}
+LANGCHAIN_ROLES |= {f"{name}Chunk": role for name, role in LANGCHAIN_ROLES.items() if name.endswith("Message")}
 IMAGE_PARTS = ("image", "image_url", "input_image")
 IMAGE_TEXT = "<image>"
 
@@ -53,6 +65,7 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
     """The message, and before it a message for every tool result in it."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {quoted(message)}, expected an object with `role` and `content`")
+    message = unwrapped(message)
     role = message.get("role")
     if not isinstance(role, str) or role not in (*ROLES, *ROLE_ALIASES):
         known = ", ".join((*ROLES, *ROLE_ALIASES))
@@ -60,6 +73,8 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
     if role in ROLE_ALIASES:
         notes.add(f"role {role!r} is read as {ROLE_ALIASES[role]!r}", where)
     cleaned = {name: value for name, value in message.items() if value is not None and name not in IGNORED_KEYS}
+    if str(first_of(message, *FINISH_KEYS)).lower() in CUT:
+        cleaned["cut"] = True
     cleaned["role"] = role = ROLE_ALIASES.get(role, role)
     content = next((message[name] for name in ("content", "parts", "refusal") if message.get(name) is not None), "")
     if not isinstance(content, str | list):
@@ -70,19 +85,21 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
     results = 0
     for number, part in enumerate([content] if isinstance(content, str) else content):
         here = f"{where}: content part {number}"
-        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        part = _typed(part)
         kind = _kind_of(part)
         if kind in RESULT_PARTS:
             if texts:
                 yield cleaned | {"content": "".join(texts)}
             texts, results = [], results + 1
             value = first_of(part, "content", "response", "result", "output")
-            name = first_of(part, "tool_use_id", "call_id", "id")
+            name = first_of(part, "tool_use_id", "toolUseId", "call_id", "id")
             result = {"role": "tool", "content": _result(value, here, images)}
             yield result if name is None else result | {"tool_call_id": name}
         elif kind in CALL_PARTS:
-            arguments = first_of(part, "input", "arguments")
-            calls.append({"id": first_of(part, "call_id", "id"), "name": part.get("name"), "arguments": arguments})
+            arguments = first_of(part, "input", "arguments", "args")
+            calls.append(
+                {"id": first_of(part, "call_id", "toolUseId", "id"), "name": part.get("name"), "arguments": arguments}
+            )
         elif kind == "redacted_thinking":
             notes.add("redacted thinking is not in the log, so it is not in the row", where)
         else:
@@ -93,7 +110,9 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
         cleaned["reasoning_content"] = reasoning
     if not isinstance(cleaned.get("reasoning_content", ""), str):
         raise DataError(f"{where} has the reasoning {quoted(cleaned['reasoning_content'])}, expected text")
-    if calls := [*_given_calls(message, where), *calls]:
+    given = _given_calls(message, where)
+    names = [look_up(call, "id") for call in given]  # LangChain lists Anthropic's calls in both places
+    if calls := [*given, *(call for call in calls if call["id"] is None or call["id"] not in names)]:
         cleaned["tool_calls"] = [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls)]
     for name in ("weight", "advantage", "reward"):
         if name in cleaned and not _is_number(cleaned[name]):
@@ -108,6 +127,38 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
         cleaned["weight"] = cleaned.get("weight", 1.0) * trained
     if texts or not results or calls:
         yield cleaned | {"content": "".join(texts)}
+
+
+def unwrapped(message: Record) -> dict[str, Any]:
+    """A message in OpenAI's form where it is one of LangChain's, as objects or serialised; others as they are."""
+    content = first_of(message, "kwargs", "data")
+    content = content if isinstance(content, Mapping) and "role" not in message else message
+    kind = content.get("type") or message.get("type")
+    if isinstance(message.get("id"), list) and kind in (None, "constructor"):  # serialised: the path of its class
+        kind = message["id"][-1]
+    if "role" in content or not isinstance(kind, str) or kind not in LANGCHAIN_ROLES or "content" not in content:
+        return dict(content if content.get("role") else message)
+    extra, about = (content.get(name) or {} for name in ("additional_kwargs", "response_metadata"))
+    made = {name: content[name] for name in ("content", "tool_call_id", "name") if content.get(name) is not None}
+    made |= {"role": LANGCHAIN_ROLES[kind], "finish_reason": first_of(about, *FINISH_KEYS)}
+    made["tool_calls"] = content.get("tool_calls") or extra.get("tool_calls")
+    made["reasoning_content"] = extra.get("reasoning_content")
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _typed(part: Any) -> Any:
+    """A content part with its `type`, which Gemini's and Bedrock's have as the name of a field."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping) or part.get("type") is not None:
+        return part
+    name = next((name for name in KEYED_PARTS if part.get(name) is not None), None)
+    if name is None:
+        return part
+    held = part[name]
+    if name == "text":
+        return {"type": "reasoning" if part.get("thought") else "text", "text": held}
+    return {**(held if isinstance(held, Mapping) else {"content": held}), "type": KEYED_PARTS[name]}
 
 
 def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:

@@ -7,7 +7,9 @@ adds file and line to every error.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Literal, overload
 
 from treetrain.errors import DataError, quoted
@@ -23,6 +25,8 @@ EPISODE_KEYS = ("episode_id", "episode")
 ROW_KEYS = ("reward", "id", "pair", "chosen", "key", *GROUP_KEYS, *EPISODE_KEYS)
 """Facts of a whole row, in token rows and conversations."""
 FACT_KEYS = (*ROW_KEYS, "trial")
+CALL = "(call)"
+"""In rows of LLM calls: what the log has on the call, for `where`. It is taken out before the row is read."""
 
 
 class Notes:
@@ -33,26 +37,37 @@ class Notes:
         """File and line of the current record."""
         self._count: dict[str, int] = {}
         self._first: dict[str, str] = {}
+        self._unused: dict[str, Counter[str]] = {}
 
     def add(self, text: str, where: str | None = "") -> None:
         """Add a remark on the current record; `where` names a part of it, None means no record."""
         self._first.setdefault(text, "" if where is None else f"{self.place} {where}".strip())
         self._count[text] = self._count.get(text, 0) + 1
 
-    def unused_keys(self, record: Record, known: frozenset[str]) -> None:
-        """Remark on the keys that a reader does not know."""
+    def unused_keys(self, record: Record, known: Container[str], of: str = "keys") -> None:
+        """Remark on the keys with a value that a reader does not know; all of one kind (`of`) become one line."""
         for name in record:
-            if name not in known:
-                self.add(f"key {quoted(name)} is not used")
+            if name not in known and record[name] is not None:
+                self._unused.setdefault(of, Counter())[name] += 1
+                self._first.setdefault(of, self.place)
 
     def lines(self) -> tuple[str, ...]:
         """One line per remark, with its count and the first place."""
         lines = []
         for text, count in self._count.items():
-            first = self._first[text]
+            first = self._short(text)
             where = "" if not first else f" ({first})" if count == 1 else f" ({count} times, first: {first})"
             lines.append(text + where)
+        for of, names in self._unused.items():
+            listed = ", ".join(f"{quoted(name)} ({count})" for name, count in islice(names.items(), 20))
+            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            lines.append(f"{of} that are not used: {listed}{more}; first: {self._short(of)}")
         return tuple(lines)
+
+    def _short(self, text: str) -> str:
+        """The first place of a remark without the folders of its file."""
+        folders, _, name = self._first[text].rpartition("/")
+        return f".../{name}" if folders else name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,21 +95,60 @@ class Format:
     """Turns a record into token rows and conversations. Raises DataError without the place; `load` adds it."""
     tokens: bool = False
     """Whether all of its rows are token ids already, so that no tokenizer is needed."""
+    keys: frozenset[str] | None = None
+    """The keys of a record that `convert` reads; a note lists others. None: rows keep them, or `convert` notes them."""
+    session: Callable[[str, Record], Hashable] | None = None
+    """For logs of events: the session that a record belongs to, from its place and content. The records of a session
+    are converted together, as `records` of one record."""
 
 
 # Fields of records
 
 
 def look_up(record: Any, path: str) -> Any:
-    """The value at a path of keys and list positions, such as `response.choices.0`; None if it is not there."""
-    for name in path.split("."):
+    """The value at a path of keys and list positions, such as `response.choices.0`; None if it is not there.
+
+    JSON text on the way is parsed, and a key may hold the dots of the rest of the path itself.
+    """
+    names = path.split(".")
+    for at, name in enumerate(names):
+        record = parsed(record) if at else record
         if isinstance(record, Mapping):
+            if at + 1 < len(names) and (rest := ".".join(names[at:])) in record:
+                return record[rest]
             record = record.get(name)
         elif isinstance(record, list) and name.isdigit():
             record = record[int(name)] if int(name) < len(record) else None
         else:
             return None
     return record
+
+
+def first_path(record: Any, *paths: str) -> Any:
+    """The value at the first of these paths that is there; None if none is."""
+    return next((value for path in paths if (value := look_up(record, path)) is not None), None)
+
+
+def key_paths(value: Any, above: str = "") -> Iterator[str]:
+    """The paths of the values in a record, of the first entry of every list; attributes of OTLP by their names."""
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        if value[0].keys() == {"key", "value"}:
+            yield from (f"{above}{look_up(entry, 'key')}" for entry in value)
+        else:
+            yield from key_paths(value[0], f"{above}0.")
+    elif isinstance(value, Mapping) and value and above.count(".") < 8:
+        for name, entry in value.items():
+            yield from key_paths(entry, f"{above}{name}.")
+    else:
+        yield above[:-1]
+
+
+def messages_path(value: Any, above: str = "") -> str | None:
+    """The path of the first list of messages in a record; None if there is none."""
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "role" in one for one in value):
+        return above[:-1]
+    below = value.items() if isinstance(value, Mapping) and above.count(".") < 8 else ()
+    return next((found for name, one in below if (found := messages_path(one, f"{above}{name}."))), None)
 
 
 @overload

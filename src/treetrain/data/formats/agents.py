@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from treetrain.data.formats.conversations import untrained
+from treetrain.data.formats.conversations import NOT_TRAINED, untrained
 from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
@@ -65,15 +65,19 @@ def read_tau(record: Record, notes: Notes) -> list[Record]:
     policy = look_up(record, "info.environment_info.policy")
     return [
         {name: run[name] for name in ("id", "task_id", "trial") if run.get(name) is not None}
-        | {"reward": look_up(run, "reward_info.reward"), "messages": _tau2_messages(run)}
+        | {"reward": look_up(run, "reward_info.reward"), "messages": _tau2_messages(run, notes)}
         | ({"system": policy} if isinstance(policy, str) else {})
         for run in objects(record, "simulations")
     ]
 
 
-def _tau2_messages(run: Record) -> list[dict[str, Any]]:
+def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
     """Messages that the agent saw: without the calls of the user's own tools and their results."""
-    messages = []
+    messages: list[dict[str, Any]] = []
+    measured = any(
+        one.get("role") == "assistant" and (one.get("cost") or one.get("usage") or one.get("raw_data"))
+        for one in objects(run, "messages")
+    )
     for message in objects(run, "messages"):
         of_user = message.get("requestor") == "user" or (message.get("role") == "user" and message.get("tool_calls"))
         if message.get("role") == "tool" and "tool_messages" in message:
@@ -83,7 +87,13 @@ def _tau2_messages(run: Record) -> list[dict[str, Any]]:
         for one in results:
             if one.get("requestor") != "user":
                 kept = {name: one[name] for name in ("role", "content", "tool_calls") if one.get(name) is not None}
-                messages.append(kept | ({"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}))
+                kept |= {"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}
+                # The greeting that starts a run and messages that a task begins with were not sampled.
+                given = not any(one.get(name) for name in ("cost", "usage", "raw_data"))
+                if given and kept.get("role") == "assistant" and (measured or not messages):
+                    notes.add("an assistant message without cost, usage and raw data is not trained: nobody sampled it")
+                    kept |= NOT_TRAINED
+                messages.append(kept)
     return messages
 
 
@@ -95,7 +105,7 @@ def read_inspect(record: Record, notes: Notes) -> list[Record]:
         attachments, scores = (field({name: sample.get(name) or {}}, name, dict) for name in ("attachments", "scores"))
         events = [event for event in objects(sample, "events") if event.get("event") == "model"]
         name, trial = sample.get("id", number), sample.get("epoch")
-        row = {"task_id": name, "trial": trial, "messages": _attached(field(sample, "messages", list), attachments)}
+        row = {"task_id": name, "trial": trial, "messages": _inspect_messages(sample, attachments, notes)}
         for score in list(scores.values())[:1]:
             value = look_up(score, "value")
             row["reward"] = INSPECT_SCORES.get(value, value) if isinstance(value, str) else value
@@ -105,6 +115,17 @@ def read_inspect(record: Record, notes: Notes) -> list[Record]:
             notes.add("the first of several scores is the reward")
         rows.append(row | ({"tools": events[0]["tools"]} if events and events[0].get("tools") else {}))
     return rows
+
+
+def _inspect_messages(sample: Record, attachments: Mapping[str, Any], notes: Notes) -> list[Any]:
+    """The messages; those of the assistant that the task or a solver wrote are not trained."""
+    given, messages = objects(sample, "messages"), _attached(field(sample, "messages", list), attachments)
+    sampled = {"generate"} if any(one.get("source") == "generate" for one in given) else {"generate", None}
+    for number, one in enumerate(given):
+        if one.get("role") == "assistant" and one.get("source") not in sampled:
+            notes.add('an assistant message with `source` other than "generate" was not sampled; it is not trained')
+            messages[number] |= NOT_TRAINED
+    return messages
 
 
 def _attached(value: Any, attachments: Mapping[str, Any]) -> Any:

@@ -1,13 +1,37 @@
-"""Conversations: OpenAI's and Anthropic's messages, logs of requests and responses, ShareGPT, and TRL's columns."""
+"""Conversations: OpenAI's and Anthropic's messages, logs of requests and responses, ShareGPT, and TRL's columns.
+
+`prompt_of` and `answers_of` read what a model was sent and what it answered, in the words of every API and logger that
+we know. What is in the prompt is never trained; what is in an answer and is not known is an error.
+"""
 
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
-from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
+from treetrain.data.messages import CALL_PARTS, REASONING_PARTS, TEXT_PARTS, unwrapped
+from treetrain.data.records import Format, Notes, Record, facts, field, first_path, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
 NOT_TRAINED = {"weight": 0}
+PROMPTS = ("messages", "input", "contents", "prompt", "inputs")
+SYSTEMS = ("system", "instructions", "systemInstruction", "system_instruction", "config.system_instruction")
+TOOLS = ("tools", "functions", "config.tools", "optional_params.tools", "model_parameters.tools", "kwargs.tools")
+REQUEST_PATHS = (
+    "request.body",
+    "request_body",
+    "body",
+    "request",
+    "responses_create_params",
+    "input",
+    "inputs",
+    "kwargs",
+)
+RESPONSE_PATHS = ("response.body", "response_body", "response", "output", "outputs", "completion")
+ANSWERS = ("choices", "candidates", "generations", "output", "message", "messages", "content")
+SAID = ("content", "parts", "text", "tool_calls", "function_call", "refusal")
+PARTS = (*TEXT_PARTS, *CALL_PARTS, *REASONING_PARTS)
+ITEMS = ("message", "reasoning", "function_call", "custom_tool_call", "local_shell_call")
+RESULT_ITEMS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
 
 def untrained(messages: Any) -> list[Any]:
@@ -19,103 +43,220 @@ def untrained(messages: Any) -> list[Any]:
 def messages_in(value: Any) -> Any:
     """Parse text that holds a JSON list of messages or items; other text stays text, whatever it looks like."""
     found = parsed(value)
-    are_messages = (
-        isinstance(found, list)
-        and len(found) > 0
-        and all(isinstance(one, dict) and {"role", "type"} & one.keys() for one in found)
+    return found if _are_messages(found) or not isinstance(value, str) else value
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(one, Mapping) and not {"role", "type", "kwargs"}.isdisjoint(one) for one in value)
     )
-    return found if are_messages or not isinstance(value, str) else value
 
 
 # Requests and responses
 
 
-def request_of(record: Record) -> dict[str, Any]:
+def _body(value: Any, names: tuple[str, ...]) -> Any:
+    """A body that is logged as JSON text, if it has one of these names; other text is what was said."""
+    found = parsed(value)
+    return found if isinstance(found, Mapping) and not found.keys().isdisjoint(names) else messages_in(value)
+
+
+def prompt_of(given: Any, notes: Notes) -> tuple[list[Any], dict[str, Any]]:
+    """The messages that a model was sent, and `system`, `tools` and `model` beside them.
+
+    Args:
+        given: the body of a request to any API, a list of messages or items, or a text.
+    """
+    shared: dict[str, Any] = {}
+    given = _body(given, PROMPTS)
+    given = [given] if isinstance(given, Mapping) and "role" in given else given
+    while isinstance(given, Mapping):
+        if given.get("previous_response_id") is not None:
+            raise DataError("`previous_response_id` is given, so the prompt is in another record; log whole inputs")
+        beside = {
+            "system": first_path(given, *SYSTEMS),
+            "tools": first_path(given, *TOOLS),
+            "model": given.get("model"),
+        }
+        shared = {name: value for name, value in beside.items() if value} | shared
+        name = next((name for name in PROMPTS if given.get(name) is not None), None)
+        if name is None:
+            raise DataError(f"the request has {_keys(given)}, expected one of {', '.join(PROMPTS)}")
+        given = messages_in(given[name])
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):  # LangChain: a batch of one
+        (given,) = given
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}], shared
+    if not isinstance(given, list):
+        raise DataError(f"the prompt is {quoted(given)}, expected a list of messages")
+    return items_to_messages(given, notes), shared
+
+
+def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
+    """What a model answered: for every choice its messages, several where it went on after results of tools.
+
+    Args:
+        given: the body of a response of any API, a list of choices, messages or items, or a text.
+    """
+    given = _body(given, ("role", "kwargs", "choices", "candidates", "generations", "output"))
+    if isinstance(given, str):
+        return [[{"role": "assistant", "content": given}]]
+    if isinstance(given, Mapping):
+        name = next((name for name in ANSWERS if given.get(name) is not None), None)
+        if "role" in given or "kwargs" in given or name == "content" or (name is None and "text" in given):
+            return [[_answer(given)]]
+        if name is None:
+            raise DataError(f"the response has {_keys(given)}, expected one of {', '.join(ANSWERS)}")
+        if name == "generations" and isinstance(look_up(given, "generations.0"), list):  # LangChain: a batch of one
+            return answers_of(given["generations"][0], notes)
+        return [
+            [*turns[:-1], _finished(turns[-1], given)] if turns else turns for turns in answers_of(given[name], notes)
+        ]
+    if not isinstance(given, list):
+        raise DataError(f"the response is {quoted(given)}, expected text, choices or messages")
+    if any(not isinstance(one, Mapping) for one in given):
+        raise DataError(f"the response holds {quoted(given)}, expected objects")
+    if given and all(
+        "role" not in one and one.get("type") in (*TEXT_PARTS, *CALL_PARTS, *REASONING_PARTS) for one in given
+    ):
+        return [[{"role": "assistant", "content": given}]]
+    if all(one.get("type") not in (*ITEMS, *RESULT_ITEMS) and _answer(one).get("role") == "assistant" for one in given):
+        return [[_answer(one)] for one in given]
+    messages = items_to_messages(given, notes)
+    return [messages] if messages else []
+
+
+def _answer(choice: Record) -> dict[str, Any]:
+    """The message of a choice, a candidate or a generation."""
+    held = choice.get("message")
+    if not isinstance(held, Mapping):
+        held = choice["content"] if isinstance(choice.get("content"), Mapping) else choice
+    held = unwrapped(held)
+    if "role" not in held and held.get("type") in (None, "text", "message"):
+        if held.keys().isdisjoint(SAID):
+            raise DataError(f"an answer has {_keys(held)}, expected one of {', '.join(SAID)}")
+        content = first_path(held, "content", "parts", "text")
+        held = {name: held[name] for name in held if name not in ("type", "text")} | {"role": "assistant"}
+        held["content"] = content
+    return _finished(held, choice)
+
+
+def _finished(message: Record, choice: Record) -> dict[str, Any]:
+    """The message with the reason why it ended, which most APIs keep beside it."""
+    reason = first_path(choice, "finish_reason", "stop_reason", "finishReason", "done_reason", "status")
+    reason = first_path(choice, "generation_info.finish_reason") if reason is None else reason
+    return dict(message) | ({"finish_reason": reason} if isinstance(reason, str) and choice is not message else {})
+
+
+def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
+    """Items of the responses API as messages, other messages as they are.
+
+    What the model wrote in a row becomes one message.
+    """
+    messages: list[Any] = []
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise DataError(f"item {number} is {quoted(item)}, expected an object")
+        item = unwrapped(item)
+        kind = item.get("type", "message")
+        if kind not in (*ITEMS, *RESULT_ITEMS):
+            if "role" not in item and not isinstance(item.get("content"), str):
+                raise DataError(f"item {number} is of type {quoted(kind)}; known are {', '.join(ITEMS + RESULT_ITEMS)}")
+            messages.append(dict(item))  # LangChain's messages have types, too
+            continue
+        if kind == "message" and "type" not in item:
+            messages.append(dict(item))
+            continue
+        role = item.get("role", "assistant") if kind == "message" else "assistant"
+        content = item.get("content") if kind == "message" else [item]
+        if kind == "reasoning":
+            content = [part | {"type": "reasoning"} for part in _reasoning(item, notes)]
+        elif kind in RESULT_ITEMS:
+            role, content = "user", [dict(item) | {"type": "function_call_output"}]  # its part becomes a tool message
+        elif kind != "message":
+            content = [
+                dict(item) | {"type": "function_call", "name": item.get("name", kind), "arguments": _input(item)}
+            ]
+        content = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+        last = messages[-1] if messages else {}
+        if role == "assistant" and last.get("role") == "assistant" and isinstance(last.get("content"), list):
+            messages[-1] = last | {"content": last["content"] + content}
+        elif content or kind != "reasoning":
+            rest = {name: item[name] for name in item if kind == "message" and name not in ("type", "id", "phase")}
+            messages.append(rest | {"role": role, "content": content})
+    return messages
+
+
+def _reasoning(item: Record, notes: Notes) -> list[dict[str, Any]]:
+    """The texts of a reasoning item. A summary beside encrypted reasoning is not what the model wrote."""
+    texts = objects(item, "content")
+    if not texts and item.get("encrypted_content"):
+        notes.add("encrypted reasoning is not in the log, so it is not in the row")
+        return []
+    return texts or objects(item, "summary")
+
+
+def _input(item: Record) -> Any:
+    if item.get("arguments") is not None:
+        return item["arguments"]
+    return item["action"] if "action" in item else {"input": item.get("input")}
+
+
+def _keys(record: Record) -> str:
+    return f"the keys {', '.join(map(quoted, list(record)[:20]))}" if record else "no keys"
+
+
+def call_rows(known: Record, request: Any, response: Any, notes: Notes) -> list[Record]:
+    """The rows of one LLM call: its prompt is context, and every choice of the response is a row that is trained."""
+    (prompt, shared), answers = prompt_of(request, notes), answers_of(response, notes)
+    if not answers:
+        notes.add("an LLM call without an answer is no row")
+    rows: list[Record] = []
+    for answer in answers:
+        several = sum(look_up(message, "role") == "assistant" for message in answer) > 1
+        whole = {"messages": untrained(prompt) + answer} if several else {"messages": prompt + answer, "train": "last"}
+        rows.append(shared | dict(known) | whole)
+    return rows
+
+
+def request_of(record: Record) -> Any:
     """The body of the request in a log record, wherever loggers put it; the record itself if it is nowhere else."""
-    paths = ("request.body", "request_body", "body", "request", "input", "inputs", "kwargs")
-    found = (parsed(look_up(record, path)) for path in paths)
-    return next(
-        (body for body in found if isinstance(body, dict) and ("messages" in body or "input" in body)), dict(record)
-    )
+    for path in REQUEST_PATHS:
+        body = parsed(look_up(record, path))
+        if _are_messages(body) or (isinstance(body, Mapping) and any(body.get(name) is not None for name in PROMPTS)):
+            return body
+    return record
 
 
 def response_of(record: Record) -> Any:
     """The body of the response in a log record; None if there is none."""
-    for path in ("response.body", "response_body", "response", "output", "outputs", "completion"):
+    for path in RESPONSE_PATHS:
         body = parsed(look_up(record, path))
-        if isinstance(body, dict) and ("choices" in body or "output" in body or "content" in body):
+        if isinstance(body, Mapping) and any(name in body for name in ANSWERS):
             return body
-        if path == "output" and isinstance(body, list):
-            return {"output": body}
-    return dict(record) if "choices" in record else None
+        if path in ("output", "outputs", "response") and isinstance(body, list):
+            return body
+    return record if "choices" in record or "candidates" in record else None
 
 
 def read_requests(record: Record, notes: Notes) -> list[Record]:
     """One LLM call: its messages are context, and every choice of the response is a row that is trained."""
     request, response = request_of(record), response_of(record)
-    known = facts(record, request, response)
-    if request.get("previous_response_id") is not None:
-        raise DataError("`previous_response_id` is given, so the prompt is in another record; log whole inputs")
-    prompt = conversation_of(request)
-    if "choices" in response:
-        answers = [[field(choice, "message", dict)] for choice in objects(response, "choices")]
-    elif "output" in response:
-        answers = [items_to_messages(field(response, "output", list))]
-    else:
-        answers = [[{"role": "assistant", "content": response["content"]}]]
-    if not answers:
-        raise DataError("`response.choices` is [], expected at least one")
-    shared = {name: request[name] for name in ("tools", "functions") if request.get(name)}
-    system = request.get("system") or request.get("instructions")
-    if system is not None:
-        shared["system"] = system
-    return [known | shared | {"messages": prompt + answer, "train": "last"} for answer in answers]
-
-
-def conversation_of(request: Record) -> list[Any]:
-    """The messages of a request to the chat-completions, the responses or Anthropic's API."""
-    if "messages" in request:
-        return list(field(request, "messages", list))
-    given = messages_in(request.get("input"))
-    return (
-        [{"role": "user", "content": given}]
-        if isinstance(given, str)
-        else items_to_messages(field(request, "input", list))
+    rows = call_rows(
+        facts(record, *(one for one in (request, response) if isinstance(one, Mapping))), request, response, notes
     )
-
-
-def items_to_messages(items: list[Any]) -> list[Any]:
-    """Items of the responses API as messages; what the model wrote in a row becomes one message."""
-    messages: list[Any] = []
-    for number, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            raise DataError(f"item {number} is {quoted(item)}, expected an object")
-        kind = item.get("type", "message")
-        role = item.get("role", "assistant") if kind == "message" else "assistant"
-        content = item.get("content") if kind == "message" else [item]
-        if kind == "reasoning":
-            texts = [*objects(item, "summary"), *objects(item, "content")]
-            if not texts and item.get("encrypted_content"):
-                raise DataError(
-                    f"item {number} has encrypted reasoning, which the model wrote and the log does not show"
-                )
-            content = [part | {"type": "reasoning"} for part in texts]
-        elif kind == "function_call_output":
-            role = "user"  # its part becomes a tool message
-        elif kind not in ("message", "function_call"):
-            raise DataError(f"item {number} is of type {quoted(kind)}; known are message, reasoning, function_call")
-        content = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-        if role == "assistant" and messages and messages[-1]["role"] == "assistant":
-            messages[-1]["content"] += content
-        else:
-            messages.append({"role": role, "content": content})
-    return messages
+    if not rows:
+        raise DataError("the response has no choice, expected at least one")
+    return rows
 
 
 def is_request(record: Record) -> bool:
     """Whether a record holds a request and its response."""
-    request, response = request_of(record), response_of(record)
-    return response is not None and ("messages" in request or "input" in request)
+    request = request_of(record)
+    asked = request is not record or any(record.get(name) is not None for name in PROMPTS)
+    return asked and response_of(record) is not None
 
 
 # Data sets

@@ -81,7 +81,7 @@ def _own(record: Record, notes: Notes) -> Forest:
 
     nodes: list[dict[str, Any]] = []
     for number, node in enumerate(given):
-        notes.unused_keys(node, NODE_KEYS)
+        notes.unused_keys(node, NODE_KEYS, "keys of nodes")
         parent = node.get("parent")
         made: dict[str, Any] = {"parent": None if parent in (None, -1) else find(parent, f"nodes.{number}.parent")}
         made |= {

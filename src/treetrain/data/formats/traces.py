@@ -1,60 +1,89 @@
-"""Traces: spans of OpenTelemetry GenAI and OpenInference, runs of LangSmith, observations of Langfuse.
+"""Traces: spans of OpenTelemetry, and what tracing tools write in forms of their own.
 
 Every LLM call of a trace is a row, and the trace is its episode. Spans of other kinds (tools, chains, agents) hold
-nothing that is not in the calls' messages. Parents of spans are not needed: tokens show which call extends which.
+nothing that is not in the calls' messages. Parents of spans are not needed: tokens show which call extends which. A
+tool is a mapping: where it keeps the kind of an entry, its prompt, its answer, and the facts.
 """
 
+import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from treetrain.data.formats.conversations import messages_in, read_requests
-from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
+from treetrain.data.formats.conversations import call_rows, messages_in
+from treetrain.data.records import CALL, Format, Notes, Record, facts, first_path, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
 OTHER = "spans and runs that are no LLM call are not rows"
-UNANSWERED = "an LLM call without an answer is no row"
-LANGCHAIN_ROLES = {
-    "human": "user",
-    "ai": "assistant",
-    "AIMessageChunk": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
+# The names of prompts, answers and tools in the attributes of spans, by convention.
+CONVENTIONS = (
+    ("gen_ai.input.messages", "gen_ai.output.messages", "gen_ai.tool.definitions"),
+    ("llm.input_messages", "llm.output_messages", "llm.tools"),
+    ("gen_ai.prompt", "gen_ai.completion", "llm.request.functions"),  # OpenLLMetry
+    ("mlflow.spanInputs", "mlflow.spanOutputs", "mlflow.chat.tools"),
+    ("request_data", "response_data", "request_data.tools"),  # Logfire
+)
+# Attributes that say what a span is, and their values for LLM calls.
+SPAN_KINDS = {
+    "gen_ai.operation.name": "chat|text_completion|generate_content",
+    "openinference.span.kind": "LLM",
+    "mlflow.spanType": '"?(CHAT_MODEL|LLM)"?',
+    "llm.request.type": "chat|completion",
+}
+SPAN_FACTS = {
+    "episode": ("rollout_id", "trace_id", "traceId", "context.trace_id"),
+    "model": ("gen_ai.request.model", "llm.model_name", "mlflow.llm.model", "llm.request.model"),
+    "reward": ("agentlightning.reward.0.value",),
 }
 
 
-# OpenTelemetry: GenAI and OpenInference
+def reward_of(scores: Any, notes: Notes) -> float | None:
+    """The first number among scores: a list or an object of numbers or of objects with `value`, `score` or `avg`."""
+    given = list(scores.values()) if isinstance(scores, Mapping) else scores if isinstance(scores, list) else [scores]
+    values = [
+        first_path(one, "value", "score", "avg", "feedback.value") if isinstance(one, Mapping) else one for one in given
+    ]
+    values = [float(one) for one in values if isinstance(one, int | float)]
+    if len(values) > 1:
+        notes.add("the first of several scores is the reward")
+    return values[0] if values else None
+
+
+# OpenTelemetry: GenAI, OpenInference, OpenLLMetry, MLflow and Logfire
 
 
 def read_spans(record: Record, notes: Notes) -> list[Record]:
-    """A span, or an OTLP export with many."""
+    """A span, an OTLP export, or a trace of MLflow."""
     rows = []
     for span in _spans(record):
         attributes = _attributes(span)
-        if "gen_ai.output.messages" in attributes:
-            prompt, answers, tools = _gen_ai(attributes)
-        elif _nested(attributes, "llm.output_messages"):
-            prompt, answers, tools = _open_inference(attributes)
-        else:
+        kinds = [(attributes[name], kind) for name, kind in SPAN_KINDS.items() if name in attributes]
+        found = next((one for one in CONVENTIONS if _nested(attributes, one[1])), None)
+        if found is None or not all(re.fullmatch(kind, str(value)) for value, kind in kinds):
             notes.add(OTHER)
             continue
-        if not answers:
-            notes.add(UNANSWERED)
-        trace = next(
-            (found for path in ("trace_id", "traceId", "context.trace_id") if (found := look_up(span, path))), None
-        )
-        known = (
-            facts(record, span)
-            | ({"episode": trace} if trace is not None else {})
-            | ({"tools": tools} if tools else {})
-        )
-        rows += [known | {"messages": [*prompt, answer], "train": "last"} for answer in answers]
+        prompt, answer, tools = (_nested(attributes, name) for name in found)
+        known = {name: first_path(attributes, *paths) for name, paths in SPAN_FACTS.items()}
+        known["episode"] = first_path(span, *SPAN_FACTS["episode"]) if known["episode"] is None else known["episode"]
+        scores = look_up(record, "info.assessments")
+        known["reward"] = reward_of(scores, notes) if known["reward"] is None else known["reward"]
+        system = _nested(attributes, "gen_ai.system_instructions")
+        known |= {"system": parsed(system), "tools": [_schema(tool) for tool in tools or []]}
+        known = {name: value for name, value in known.items() if value not in (None, [])}
+        known |= facts(record, span) | {CALL: attributes}
+        rows += call_rows(known, _messages(prompt), _messages(answer), notes)
     return rows
 
 
+def _messages(value: Any) -> Any:
+    return [_message(one) for one in value] if isinstance(value, list) else value
+
+
 def _spans(record: Record) -> Iterator[Record]:
+    if isinstance(look_up(record, "data.spans"), list):  # MLflow
+        record = {"spans": look_up(record, "data.spans")}
     if "resourceSpans" not in record:
-        yield record
+        yield from objects(record, "spans") if "spans" in record else [record]
         return
     for resource in objects(record, "resourceSpans"):
         for scope in objects(resource, "scopeSpans"):
@@ -85,71 +114,50 @@ def _otlp_value(value: Any) -> Any:
     return content
 
 
-def _gen_ai(attributes: Record) -> tuple[list[Any], list[Any], Any]:
-    """Messages of `role` and `parts`; every output message is one choice."""
-    values = {name.removeprefix("gen_ai."): parsed(value) for name, value in attributes.items()}
-    prompt, answers = values.get("input.messages") or [], values["output.messages"]
-    for name, value in (("input", prompt), ("output", answers)):
-        if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
-            raise DataError(f"`gen_ai.{name}.messages` is {quoted(value)}, expected a list of messages")
-    if instructions := values.get("system_instructions"):
-        prompt = [{"role": "system", "content": instructions}, *prompt]
-    answers = [{name: answer[name] for name in answer if name != "finish_reason"} for answer in answers]
-    return prompt, answers, values.get("tool.definitions")
-
-
-def _open_inference(attributes: Record) -> tuple[list[Any], list[Any], Any]:
-    prompt, answers, tools = (
-        _nested(attributes, f"llm.{name}") or [] for name in ("input_messages", "output_messages", "tools")
-    )
-    schemas = [parsed(look_up(tool, "tool.json_schema") or look_up(tool, "json_schema")) for tool in tools]
-    return [_oi_message(one) for one in prompt], [_oi_message(one) for one in answers], schemas
+OPAQUE = ("arguments", "json_schema", "parameters", "input", "output")
+"""Values whose keys are a tool's own."""
 
 
 def _nested(attributes: Record, prefix: str) -> Any:
-    """Attributes `prefix.0.message.role` as nested lists and objects; exporters also write them nested already."""
-    root: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if name == prefix and value is not None:
-            return _unflattened(parsed(value))
-        if name.startswith(prefix + "."):
-            at = root
-            *path, last = name[len(prefix) + 1 :].split(".")
-            for step in path:
-                at = at.setdefault(step, {})
-                if not isinstance(at, dict):
-                    raise DataError(f"`{name}` is below `{step}`, which is a value")
-            at[last] = value
-    if not root:
-        return look_up(attributes, prefix)
-    return _lists(root)
+    """The attribute `prefix`, or those below it (`prefix.0.message.role`), as nested lists and objects."""
+    value = look_up(attributes, prefix)
+    if value is None:
+        below = {name[len(prefix) + 1 :]: value for name, value in attributes.items() if name.startswith(f"{prefix}.")}
+        value = below or None
+    return _unflattened(parsed(value))
 
 
 def _unflattened(value: Any) -> Any:
-    """Objects with dotted keys, as in `[{"message.role": ...}]`, nested."""
+    """Objects with dotted keys as nested ones, and objects whose keys are numbers as lists."""
     if isinstance(value, list):
         return [_unflattened(entry) for entry in value]
-    if isinstance(value, Mapping) and any("." in name for name in value):
-        return _nested({f"x.{name}": entry for name, entry in value.items()}, "x")
-    return value
-
-
-def _lists(value: Any) -> Any:
-    """Objects whose keys are numbers become lists."""
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         return value
-    if value and all(name.isdigit() for name in value):
-        return [_lists(value[name]) for name in sorted(value, key=int)]
-    return {name: _lists(entry) for name, entry in value.items()}
+    root: dict[str, Any] = {}
+    for name, entry in value.items():
+        first, _, rest = str(name).partition(".")
+        below = root.setdefault(first, {}) if rest else root
+        if not isinstance(below, dict) or (not rest and isinstance(root.get(first), dict)):
+            raise DataError(f"`{name}` is below `{first}`, which is a value")
+        below[rest or first] = dict(entry) if isinstance(entry, Mapping) else entry
+    root = {name: entry if name in OPAQUE else _unflattened(entry) for name, entry in root.items()}
+    return [root[name] for name in sorted(root, key=int)] if root and all(map(str.isdigit, root)) else root
 
 
-def _oi_message(entry: Any) -> dict[str, Any]:
+def _schema(tool: Any) -> Any:
+    schema = first_path(tool, "tool.json_schema", "json_schema")
+    return parsed(tool if schema is None else schema)
+
+
+def _message(entry: Any) -> Any:
+    """A message of OpenInference or OpenLLMetry in OpenAI's form; others as they are."""
     message = look_up(entry, "message") or entry
     if not isinstance(message, Mapping):
-        raise DataError(f"a message is {quoted(message)}, expected `message.role` and `message.content`")
-    made: dict[str, Any] = {
-        name: message[name] for name in ("role", "content", "tool_call_id", "name") if name in message
-    }
+        raise DataError(f"a message is {quoted(message)}, expected an object with a role and content")
+    if message is entry and not isinstance(message.get("content"), str) and "contents" not in message:
+        return message
+    made: dict[str, Any] = {name: message[name] for name in message if name not in ("contents", "tool_calls")}
+    made["content"] = messages_in(message.get("content"))  # OpenLLMetry writes parts as JSON
     calls = [look_up(call, "tool_call") or call for call in objects(message, "tool_calls")]
     parts: list[Any] = []
     for entry in objects(message, "contents"):
@@ -167,94 +175,78 @@ def _oi_message(entry: Any) -> dict[str, Any]:
 
 
 def is_spans(record: Record) -> bool:
-    """Whether a record is a span with attributes of either convention, or an OTLP export."""
-    if "resourceSpans" in record:
-        return True
-    names = _attributes(record)
-    return any(
-        str(name).startswith(("gen_ai.", "llm.", "openinference.")) or name in ("llm", "openinference")
-        for name in names
-    )
+    """Whether a record is a span with attributes of a known convention, or an export of several."""
+    spans = [record] if "resourceSpans" in record else list(_spans(record))
+    if not spans or "resourceSpans" in record:
+        return bool(spans)
+    starts = ("gen_ai.", "llm.", "openinference.", "mlflow.", "agentlightning.", "traceloop.", "request_data")
+    names = [str(name) for span in spans for name in _attributes(span)]
+    return any(name.startswith(starts) or name in ("llm", "openinference", "gen_ai") for name in names)
 
 
-# LangSmith and Langfuse
+# Tools with records of their own
 
 
-def read_langsmith(record: Record, notes: Notes) -> list[Record]:
-    """A run with the runs below it (`child_runs`); the LLM runs are rows."""
-    rows, pending = [], [record]
-    while pending:
-        run = pending.pop()
-        pending += reversed(objects(run, "child_runs"))
-        if run.get("run_type") != "llm":
-            notes.add(OTHER)
-            continue
-        inputs, outputs = field(run, "inputs", dict), field(run, "outputs", dict)
-        known = {"episode": run.get("trace_id"), "id": run.get("id")} | facts(run)
-        tools = look_up(run, "extra.invocation_params.tools") or inputs.get("tools")
-        messages = field(inputs, "messages", list)
-        messages = messages[0] if messages and isinstance(messages[0], list) else messages  # LangChain: a batch of one
-        if "generations" in outputs:
-            first = look_up(outputs, "generations.0")
-            choices = first if isinstance(first, list) else objects(outputs, "generations")
-            answers = [look_up(choice, "message") for choice in choices]
-        elif "choices" in outputs:
-            answers = [look_up(choice, "message") for choice in objects(outputs, "choices")]
-        else:
-            answers = [outputs.get("output", outputs.get("message", outputs))]
-        prompt = [_langchain(message) for message in messages]
-        if not answers:
-            notes.add(UNANSWERED)
-        known |= {"tools": tools} if tools else {}
-        rows += [known | {"messages": [*prompt, _langchain(answer)], "train": "last"} for answer in answers]
-    return rows
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """Where a tracing tool keeps its LLM calls; every field but `calls` is a path or several, of which one is there."""
+
+    kind: str
+    calls: str
+    """The values of `kind` that LLM calls have, as a regular expression."""
+    below: str = ""
+    """The entries below an entry, or in a trace."""
+    prompt: tuple[str, ...] = ("input", "inputs")
+    answer: tuple[str, ...] = ("output", "outputs")
+    tools: tuple[str, ...] = ()
+    model: tuple[str, ...] = ("model",)
+    episode: tuple[str, ...] = ("trace_id",)
+    rewards: tuple[str, ...] = ("scores",)
+
+    def __call__(self, record: Record, notes: Notes) -> list[Record]:
+        """The rows of an entry and of those below it."""
+        rows, pending = [], [(record, reward_of(first_path(record, *self.rewards), notes))]
+        while pending:
+            entry, reward = pending.pop()
+            below = objects(entry, self.below) if self.below else []
+            pending += [(one, reward) for one in reversed(below)]
+            if not re.search(self.calls, str(look_up(entry, self.kind))):
+                if entry is not record or not below:
+                    notes.add(OTHER)
+                continue
+            own = reward_of(first_path(entry, *self.rewards), notes) if entry is not record else None
+            known = {
+                "id": entry.get("id"),
+                "episode": first_path(entry, *self.episode),
+                "reward": reward if own is None else own,
+                "model": first_path(entry, *self.model),
+                "tools": first_path(entry, *self.tools),
+            }
+            if known["episode"] is None and entry is not record:
+                known["episode"] = record.get("id")
+            known = {name: value for name, value in known.items() if value is not None}
+            prompt, answer = (first_path(entry, *paths) for paths in (self.prompt, self.answer))
+            rows += call_rows(known | facts(entry) | {CALL: entry}, prompt, answer, notes)
+        return rows
 
 
-def _langchain(message: Any) -> Any:
-    """LangChain's serialised messages (`kwargs`, `type`) in OpenAI's form; others as they are."""
-    content = look_up(message, "kwargs") or look_up(message, "data") or message
-    if not isinstance(content, Mapping):
-        raise DataError(f"a message is {quoted(message)}, expected an object")
-    kind = content.get("type") or look_up(message, "type")
-    if "role" in content or not isinstance(kind, str) or kind not in LANGCHAIN_ROLES:
-        return dict(content)
-    made = {"role": LANGCHAIN_ROLES[kind], "content": content.get("content")}
-    made |= {name: content[name] for name in ("tool_call_id", "name") if content.get(name)}
-    calls = content.get("tool_calls") or look_up(content, "additional_kwargs.tool_calls")
-    return made | ({"tool_calls": calls} if calls else {})
-
-
-def read_langfuse(record: Record, notes: Notes) -> list[Record]:
-    """An observation, or a trace with its `observations`; the generations are rows."""
-    rows = []
-    scores = {str(score.get("name")): score.get("value") for score in objects(record, "scores")}
-    reward = next((value for value in scores.values() if isinstance(value, int | float)), None)
-    if len(scores) > 1:
-        notes.add("the first of several scores is the reward")
-    for one in objects(record, "observations") if "observations" in record else [record]:
-        if one.get("type") != "GENERATION":
-            notes.add(OTHER)
-            continue
-        given, answer = parsed(one.get("input")), messages_in(one.get("output"))
-        request = {"messages": given} if isinstance(given, list) else given
-        if isinstance(answer, str):
-            found = parsed(answer)
-            is_message = isinstance(found, dict) and not found.keys().isdisjoint(("role", "choices", "output"))
-            answer = found if is_message else {"role": "assistant", "content": answer}
-        answers = answer if isinstance(answer, list) else [answer]
-        if not isinstance(answer, Mapping) or not {"choices", "output"} & answer.keys():
-            answer = {"choices": [{"message": message} for message in answers]}
-        episode = one.get("traceId", one.get("trace_id", record.get("id")))
-        known = {"episode": episode, "id": one.get("id")} | ({} if reward is None else {"reward": reward})
-        rows += [{**known, **row} for row in read_requests({"request": request, "response": answer}, notes)]
-    return rows
-
-
-SPANS = Format("spans", "attributes of OpenTelemetry GenAI or OpenInference", is_spans, read_spans)
-LANGSMITH = Format("langsmith", "`run_type`", lambda record: "run_type" in record, read_langsmith)
+SPANS = Format("spans", "attributes of OpenTelemetry, OpenInference, OpenLLMetry or MLflow", is_spans, read_spans)
+LANGSMITH = Format(
+    "langsmith",
+    "`run_type`",
+    lambda record: "run_type" in record,
+    Log(
+        kind="run_type",
+        calls="^llm$",
+        below="child_runs",
+        tools=("extra.invocation_params.tools", "inputs.tools"),
+        model=("extra.invocation_params.model", "extra.metadata.ls_model_name"),
+        rewards=("feedback_stats",),
+    ),
+)
 LANGFUSE = Format(
     "langfuse",
     "`observations`, or `type` and `traceId`",
     lambda r: "observations" in r or ({"type", "input", "output"} <= r.keys() and ("traceId" in r or "trace_id" in r)),
-    read_langfuse,
+    Log(kind="type", calls="^GENERATION$", below="observations", episode=("traceId", "trace_id")),
 )

@@ -1,0 +1,134 @@
+"""Only what a model sampled is trained, and nothing of an answer is lost: logs that were once read wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from treetrain.data import from_messages, load
+from treetrain.errors import DataError
+
+SAMPLES = Path(__file__).parent / "samples"
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOL_TEXT = '<tool_call>add{"a": 1}</tool_call><|im_end|>'
+PROMPT = [{"role": "user", "content": "hello"}]
+SEEN = [
+    *PROMPT,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "4"},
+]
+ANSWER = {"role": "assistant", "content": "the answer is 4"}
+ITEMS = [
+    {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "4"},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "the answer is 4"}]},
+]
+
+
+@pytest.fixture
+def read(bytes_tokenizer, templates):
+    def read(*records, **options):
+        return from_messages(records, tokenizer=bytes_tokenizer, chat_template=templates["chatml"], **options)
+
+    return read
+
+
+@pytest.fixture
+def trained(bytes_tokenizer):
+    """What is trained of every row."""
+    return lambda found: [bytes_tokenizer.decode(row.ids[row.weights > 0]) for row in found.trajectories]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        # Braintrust's wrap_openai and Opik's track_openai: messages in, choices out.
+        {"input": SEEN, "output": [{"finish_reason": "stop", "index": 0, "message": ANSWER}]},
+        {"input": {"messages": SEEN}, "output": {"choices": [{"index": 0, "message": ANSWER}]}},
+        # OpenAI Agents SDK, `GenerationSpanData`: messages in, messages out.
+        {"input": SEEN, "output": [ANSWER]},
+        # MLflow, a trace as a table: `request` and `response`.
+        {"request": json.dumps({"messages": SEEN}), "response": json.dumps({"choices": [{"message": ANSWER}]})},
+    ],
+)
+def test_messages_under_input_and_choices_under_output_are_one_call(read, trained, bytes_tokenizer, record):
+    found = read(record)
+    assert trained(found) == ["the answer is 4<|im_end|>"]
+    assert TOOL_TEXT in bytes_tokenizer.decode(found.trajectories[0].ids)
+    record = {"input": PROMPT, "output": [{"message": {"role": "assistant", "content": None, "tool_calls": [CALL]}}]}
+    assert trained(read(record)) == [TOOL_TEXT]
+
+
+def test_every_turn_of_an_answer_is_trained_and_results_of_tools_are_not(read, trained):
+    record = {"responses_create_params": {"input": PROMPT}, "response": {"output": ITEMS}, "reward": 1.0}
+    found = read(record)
+    assert trained(found) == [TOOL_TEXT + "the answer is 4<|im_end|>"] and found.trajectories[0].reward == 1.0
+    assert trained(read(record, view="calls")) == [TOOL_TEXT, "the answer is 4<|im_end|>"]
+    # What was in the prompt was an answer to another request.
+    record["responses_create_params"] = {"input": [*PROMPT, ANSWER, *PROMPT]}
+    assert trained(read(record)) == [TOOL_TEXT + "the answer is 4<|im_end|>"]
+    assert trained(read(record, view="calls")) == [TOOL_TEXT, "the answer is 4<|im_end|>"]
+
+
+def test_a_summary_of_encrypted_reasoning_is_not_what_the_model_wrote(read, trained):
+    item = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "why"}], "encrypted_content": "x"}
+    found = read({"input": PROMPT, "output": [item, ITEMS[2]]})
+    assert trained(found) == ["the answer is 4<|im_end|>"]
+    assert any(note.startswith("encrypted reasoning is not in the log") for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ([{"type": "web_search_call", "id": "w"}, ITEMS[2]], "item 0 is of type 'web_search_call'; known are message"),
+        ({"choices": [{"delta": {}}], "object": "x"}, "an answer has the keys 'delta', expected one of content"),
+        ({"text": {"a": 1}, "output": 3}, "the response is 3, expected text, choices or messages"),
+        ([3], r"the response holds \[3\], expected objects"),
+    ],
+)
+def test_an_answer_that_is_not_understood_is_an_error(read, output, message):
+    with pytest.raises(DataError, match=message):
+        read({"input": PROMPT, "output": output}, format="requests")
+
+
+def test_a_response_without_end_is_cut_off(read, trained):
+    choice = {"message": ANSWER, "finish_reason": "length"}
+    assert trained(read({"messages": PROMPT, "choices": [choice]})) == ["the answer is 4"]
+    body = {"type": "message", "role": "assistant", "content": ITEMS[2]["content"], "stop_reason": "max_tokens"}
+    assert trained(read({"request": {"messages": PROMPT}, "response": body})) == ["the answer is 4"]
+    response = {"output": [ITEMS[2]], "status": "incomplete"}
+    assert trained(read({"request": {"input": "hello"}, "response": response})) == ["the answer is 4"]
+
+
+def test_the_greeting_that_starts_a_run_of_tau2_is_not_trained(read, trained):
+    # tau2-bench a2c0247, orchestrator.py: DEFAULT_FIRST_AGENT_MESSAGE, with `cost=0.0` and nothing else.
+    run = json.loads((SAMPLES / "tau2-bench.json").read_text())
+    (simulation,) = run["simulations"]
+    greeting = {"role": "assistant", "content": "Hi!", "cost": 0.0, "usage": None, "raw_data": None}
+    simulation["messages"].insert(0, greeting)
+    found = read(run)
+    assert "Hi!" not in trained(found)[0] and trained(found)[0].endswith("the answer is 4<|im_end|>")
+    assert any(note.startswith("an assistant message without cost, usage and raw data") for note in found.notes)
+    simulation["messages"][2]["usage"] = {"completion_tokens": 2}  # the only one that was measured
+    assert trained(read(run)) == ["hm" + TOOL_TEXT]
+
+
+def test_few_shot_answers_of_inspect_are_not_trained(read, trained):
+    log = json.loads((SAMPLES / "inspect.json").read_text())
+    shots = [
+        {"role": "user", "content": "2 + 2?", "source": "input"},
+        {"role": "assistant", "content": "it is 4", "source": "input"},
+    ]
+    log["samples"][0]["messages"][1:1] = shots
+    found = read(log, tools="none")
+    assert trained(found) == ["hm" + TOOL_TEXT + "the answer is 4<|im_end|>"]
+    assert any("was not sampled; it is not trained" in note for note in found.notes)
+    del log["samples"][0]["messages"][2]["source"]
+    assert trained(read(log, tools="none")) == ["hm" + TOOL_TEXT + "the answer is 4<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["verl-rollouts.jsonl"])
+def test_dumped_texts_get_no_end_that_they_do_not_have(bytes_tokenizer, trained, name):
+    found = load(SAMPLES / name, tokenizer=bytes_tokenizer)
+    assert trained(found) == ["the answer is 4"]
+    assert any("ends without an end-of-text token" in note for note in found.notes)
