@@ -253,8 +253,8 @@ SECTIONS = (
     ),
     Section(
         "Verdict",
-        "What `treetrain inspect` says against measured times: the rows that no other row extends, each by itself, over "
-        "trees of batches, all rows at once or eight rows each.",
+        "What `treetrain inspect` says against measured times: the rows that no other row extends, each by itself, "
+        "over trees of batches, all rows at once or eight rows each.",
         "verdict.csv",
         ("workload", "batch"),
         {

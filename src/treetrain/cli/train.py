@@ -81,8 +81,8 @@ def read_yaml(path: str) -> Any:
     """The value of a YAML file of plain values.
 
     Raises:
-        ValueError: no YAML, no UTF-8, a key that is there twice, nesting deeper than any setting, an alias. Aliases could
-            stand for more than fits in memory.
+        ValueError: no YAML, no UTF-8, a key that is there twice, nesting deeper than any setting, or an alias, since
+            aliases can stand for more than fits in memory.
     """
     import yaml
 
