@@ -49,7 +49,10 @@ SIGNATURES = {
     "SafeCheckpointsMixin": "(*args, **kwargs)",
     "values": "(model, sequences, budget=None, *, head=None)",
     "to_padded": "(rows, attention_mask, fill=0.0)",
-    "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None, value_head=None)",
+    "verify": (
+        "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None, value_head=None, "
+        "all_gradients=False)"
+    ),
     "Trajectory": (
         "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, rollout_logprobs=None, "
         "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, "
