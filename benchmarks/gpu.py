@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import importlib
 import itertools
 import json
 import math
@@ -161,10 +162,24 @@ def wait() -> None:
 # ---- run A: correctness
 
 
+CANDIDATES = ("cudnn.flex_attention", "flash_attn.cute")
+"""Attention of others that could serve irregular forests (docs/gpu.md)."""
+
+
+def importable(name: str) -> str:
+    """ "yes", or why a module cannot be imported."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # it may look for drivers and compilers
+        return f"{type(error).__name__}: {error}"[:200]
+    return "yes"
+
+
 def environment(out: Out) -> None:
-    """Record the backends that can run, and the GPU."""
+    """Record the backends that can run, what others can be imported, and the GPU."""
     with out.case("environment") as row:
         row |= {"backends": runnable(DEVICE), "flash": torch.nn.attention.current_flash_attention_impl() or "FA2"}
+        row |= {"importable": {name: importable(name) for name in CANDIDATES}}
         if CUDA:
             properties = torch.cuda.get_device_properties(0)
             row |= {"capability": f"{properties.major}.{properties.minor}", "gb": properties.total_memory / 1e9}

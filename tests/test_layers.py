@@ -17,6 +17,7 @@ LAYERS = (
     "models",
     "linear_attention",
     "softmax_attention",
+    "kernel_checks",
     "device_arrays",
     "inspection",
     "planning",
@@ -113,7 +114,7 @@ def test_attention_knows_no_plans():
 
 def test_the_fast_paths_never_import_the_specification():
     for path in FILES:
-        if path.name != "reference.py":
+        if path.name not in ("reference.py", "self_check.py"):  # a backend's check runs once, beside the fast path
             assert not {"treetrain.softmax_attention.reference", "treetrain.linear_attention.reference"} & imports(
                 path
             ), path

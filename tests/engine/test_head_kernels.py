@@ -16,6 +16,8 @@ from torch import nn
 import treetrain as tt
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
+from treetrain import kernel_checks
+from treetrain.engine import lm_head
 from treetrain.engine.costs import cost_of
 from treetrain.engine.lm_head import EdgesOfChunk, PlainChunk, Scaling, Slopes, TritonChunk, chunk_type
 from treetrain.models.capability import LogitMap
@@ -209,3 +211,41 @@ def test_they_compile_for_hopper():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 8 and all(" 0 bytes spilled" in line for line in lines), done.stdout
+
+
+# ---- the check before the first use
+
+
+class AsTriton(PlainChunk):
+    """Serves as the kernels of a GPU."""
+
+
+class WrongGradient(PlainChunk):
+    def gradient(self, lse, edges, slopes):
+        return super().gradient(lse, edges, slopes) * 1.1
+
+
+class DoesNotCompile(PlainChunk):
+    def log_sum_exp(self):
+        raise RuntimeError("ptxas: unsupported architecture")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "reason"),
+    [(AsTriton, None), (WrongGradient, "off in the gradient of logits by 1.0e-01"), (DoesNotCompile, "ptxas")],
+)
+def test_kernels_that_are_wrong_here_leave_their_work_to_pytorch(kernels, reason, monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(kernel_checks, "_FAILURES", {})
+    monkeypatch.setattr(lm_head, "CHECKED", {"cpu"})
+    monkeypatch.setattr(lm_head, "TritonChunk", kernels)
+    monkeypatch.delenv(lm_head.ENVIRONMENT, raising=False)
+    if reason is None:
+        assert lm_head.self_checked(kernels, torch.bfloat16, cpu) is kernels
+        return
+    with pytest.warns(RuntimeWarning, match=f"head's Triton kernel.*{reason}"):
+        assert lm_head.self_checked(kernels, torch.float32, cpu) is PlainChunk
+    assert lm_head.self_checked(kernels, torch.float32, cpu) is PlainChunk, "checked once"
+    monkeypatch.setenv(lm_head.ENVIRONMENT, "triton")
+    with pytest.raises(RuntimeError, match=f"{reason}.*name torch"):
+        lm_head.self_checked(kernels, torch.float32, cpu)

@@ -17,7 +17,7 @@ from treetrain.softmax_attention.attention import (
     BACKENDS,
     ENVIRONMENT,
     AttentionTree,
-    choose_backend,
+    choose_backends,
     runnable,
     why_not,
 )
@@ -41,11 +41,17 @@ def with_triton(monkeypatch):
 
 
 def test_each_device_has_its_own_unless_another_is_named(monkeypatch, with_triton):
-    assert (choose_backend(CPU), choose_backend(CUDA)) == ("rectangles", "varlen")
+    assert choose_backends(CPU) == ("rectangles",)
+    assert choose_backends(CUDA) == ("varlen", "triton", "rectangles", "matmul")
     monkeypatch.setenv(ENVIRONMENT, "triton")
-    assert choose_backend(CUDA) == "triton" and choose_backend(CUDA, "varlen") == "varlen"
+    assert choose_backends(CUDA) == ("triton",)
+    assert choose_backends(CUDA, "varlen") == ("varlen", "triton", "rectangles", "matmul"), (
+        "it serves some forests only"
+    )
     monkeypatch.setenv(ENVIRONMENT, "auto")
-    assert choose_backend(CUDA) == "varlen"
+    assert choose_backends(CUDA)[0] == "varlen"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert choose_backends(CUDA) == ("varlen", "rectangles", "matmul"), "without Triton"
 
 
 class _StandIn:
@@ -53,6 +59,9 @@ class _StandIn:
 
     def __init__(self, *given, **options):
         pass
+
+    def takes(self, query, value, spec):
+        return True
 
     def __call__(self, query, *rest):
         return query
@@ -68,13 +77,14 @@ def stand_ins(monkeypatch, with_triton):
         "Varlen", (_StandIn,), {"name": "varlen", "takes": VarlenAttention.takes, "_dtypes": (torch.bfloat16,)}
     )
     monkeypatch.setattr(attention, "VarlenAttention", varlen)
+    monkeypatch.setattr(attention, "CHECKED", set())
 
 
 def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins, monkeypatch):
     def calls(forest, cache=None, specs=(PLAIN_ATTENTION,), dtype=torch.bfloat16):
         x = types.SimpleNamespace(device=CUDA, shape=(len(forest.ends), 2, 8), dtype=dtype)
         tree = AttentionTree(forest, cache)
-        return Counter(tree.backend(x, x, spec).name for spec in specs)
+        return Counter(tree.backend(x, x, x, spec).name for spec in specs)
 
     suitable, bushy = Forest.of(star(300, 64)), Forest.of(star(300, 3))
     windowed = [PLAIN_ATTENTION, AttentionSpec(AttentionRange(window=9)), PLAIN_ATTENTION]
@@ -92,31 +102,28 @@ def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins, monkeypatch):
 
 
 def test_a_name_that_is_none_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"'flex'.*auto, rectangles, varlen, triton"):
-        choose_backend(CUDA, "flex")
+    with pytest.raises(ValueError, match=r"'flex'.*auto, rectangles, varlen, triton, matmul"):
+        choose_backends(CUDA, "flex")
     monkeypatch.setenv(ENVIRONMENT, "dense")
     with pytest.raises(ValueError, match=f"'dense'.*{ENVIRONMENT}"):
-        choose_backend(CPU)
+        choose_backends(CPU)
 
 
 def test_a_backend_that_cannot_run_says_why_and_what_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in ("varlen", "triton"):
-        with pytest.raises(ValueError, match=r"CUDA device.*those that can: rectangles"):
-            choose_backend(CPU, name)
-    with pytest.raises(ValueError, match=r"'varlen' .*Triton is not installed; those that can: none"):
-        choose_backend(CUDA)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "triton" else None)
-    with pytest.raises(ValueError, match=r"the CPU's.*varlen, triton$"):
-        choose_backend(CUDA, "rectangles")
-    assert runnable(CPU) == ["rectangles"]
+        with pytest.raises(ValueError, match=r"CUDA device.*those that can: rectangles, matmul"):
+            choose_backends(CPU, name)
+    with pytest.raises(ValueError, match=r"'triton' .*Triton is not installed; those that can: rectangles, varlen"):
+        choose_backends(CUDA, "triton")
+    assert runnable(CPU) == ["rectangles", "matmul"]
 
 
 def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch, with_triton):
     assert "TRITON_INTERPRET=1" in (why_not("triton", CPU) or "")
     assert why_not("triton", CUDA) is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert runnable(CPU) == ["rectangles", "triton"]
+    assert runnable(CPU) == ["rectangles", "triton", "matmul"]
 
 
 def test_an_engine_takes_what_the_environment_names(monkeypatch):
@@ -128,11 +135,11 @@ def test_an_engine_takes_what_the_environment_names(monkeypatch):
 
 
 def test_the_default_of_a_cpu_is_made():
-    assert set(attention.DEFAULTS.values()) <= set(BACKENDS)
+    assert {name for order in attention.ORDER.values() for name in order} <= set(BACKENDS)
     x = torch.zeros(3, 2, 8)
-    assert AttentionTree(attention_forest([[1, 2], [1, 3]])).backend(x, x, PLAIN_ATTENTION).name == "rectangles"
+    assert AttentionTree(attention_forest([[1, 2], [1, 3]])).backend(x, x, x).name == "rectangles"
 
 
 def test_other_devices_are_refused():
     with pytest.raises(NotImplementedError, match="xpu"):
-        choose_backend(torch.device("xpu"))
+        choose_backends(torch.device("xpu"))

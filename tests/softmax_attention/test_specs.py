@@ -156,7 +156,7 @@ def test_a_window_that_no_path_outgrows_runs_as_full_attention():
     tree, x = AttentionTree(attention_forest([[1, 2, 3], [1, 4]])), torch.zeros(4, 1, 8)
     for visible_range in (AttentionRange(window=3), AttentionRange(chunk=3), AttentionRange(window=1000)):
         tree(x, x, x, SCALE, spec=AttentionSpec(visible_range))
-    attention = tree.backend(x, x, PLAIN_ATTENTION)
+    attention = tree.backend(x, x, x)
     assert isinstance(attention, RectangleAttention) and list(attention._calls) == [FULL]
     tree(x, x, x, SCALE, spec=AttentionSpec(AttentionRange(window=2)))
     assert list(attention._calls) == [FULL, AttentionRange(window=2)]
@@ -168,7 +168,7 @@ def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
     )
     tensors = inputs(len(forest.ends))
     for most in (1, 1000, 1 << 21):
-        monkeypatch.setattr(rectangles, "CAPPED_SCORES", most)
+        monkeypatch.setitem(rectangles.SCORES, "cpu", most)
         for call_pairs in (0.0, 2e3, 1e9):
             assert max(whole_errors(forest, tensors, SPECS["cap"], call_pairs)) <= 1e-12
 

@@ -31,10 +31,11 @@ from torch.utils.checkpoint import checkpoint
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.distributed import Ranks
+from treetrain.kernel_checks import failure_of, relative_error
 from treetrain.models.capability import IDENTITY, Capabilities, LogitMap
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.devices import head_chunk_rows
-from treetrain.softmax_attention.attention import why_not
+from treetrain.softmax_attention.attention import CHECKED, why_not
 
 ENVIRONMENT = "TREETRAIN_HEAD"
 KERNELS = ("torch", "triton")
@@ -569,6 +570,40 @@ def chunk_type(dtype: torch.dtype, device: torch.device, bias: Tensor | None, sc
     return TritonChunk if suits and bias is None and scaling.logit_map.cap is None else PlainChunk
 
 
+def self_checked(chosen: type[PlainChunk], dtype: torch.dtype, device: torch.device) -> type[PlainChunk]:
+    """The chosen class; PyTorch's if Triton's kernels are wrong on this GPU, which is checked before their first use.
+
+    Raises:
+        RuntimeError: the environment variable names kernels that are wrong here.
+    """
+    if chosen is not TritonChunk or device.type not in CHECKED:
+        return chosen
+    errors = partial(_errors_of_kernels, dtype, device)
+    failure = failure_of("the LM head's Triton kernel", (str(device),), dtype, errors)
+    if failure is not None and os.environ.get(ENVIRONMENT) == "triton":
+        raise RuntimeError(f"{ENVIRONMENT}=triton: the kernel {failure}; unset it, or name torch")
+    return TritonChunk if failure is None else PlainChunk
+
+
+def _errors_of_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Relative errors of `TritonChunk` on a few rows, against `PlainChunk` in float64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(5, 5000, generator=generator)).to(device, dtype)
+    by_edge, by_entropy = (torch.randn(n, generator=generator).to(device) for n in (7, 5))
+    edges = EdgesOfChunk(*torch.tensor([[0, 1, 1, 1, 3, 4, 4], [5, 0, 36, 4999, 36, 2, 2]], device=device))
+    results = []
+    for kind, given in ((TritonChunk, logits.clone()), (PlainChunk, logits.double())):
+        chunk = kind(given, Scaling(LogitMap(), 0.7), entropy=True, backward=True)
+        lse = chunk.log_sum_exp()
+        at = chunk.at(edges)
+        entropies = chunk.entropies(lse)
+        by_row = by_edge.new_zeros(5).index_add_(0, edges.row, by_edge)
+        slopes = Slopes(*(x.to(lse.dtype) for x in (by_edge, by_row, entropies, by_entropy)))
+        results.append((lse, at, entropies, chunk.gradient(lse, edges, slopes)))
+    names = ("log-sum-exps", "scores", "entropies", "the gradient of logits")
+    return {name: relative_error(*pair) for name, pair in zip(names, zip(*results))}
+
+
 # ---- a plain linear head, chunk by chunk
 
 
@@ -620,7 +655,7 @@ class _LinearHead:
         wide = torch.promote_types(compute, torch.float32)
         self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
         self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
-        self._type = chunk_type(compute, rows.device, bias, settings.scaling)
+        self._type = self_checked(chunk_type(compute, rows.device, bias, settings.scaling), compute, rows.device)
         self._buffered = buffers is not None
         self._by_rows = self._by_weight = self._by_bias = None
         if any(needs):

@@ -1,7 +1,8 @@
 """`tt.attention`: softmax attention of packed tokens along the paths of their tree, and the choice of its backend.
 
-On a CPU the backend is "rectangles". On a GPU it depends on the forest: varlen flash attention if the forest is chains
-and large rectangles, else the Triton kernels. The environment variable ``TREETRAIN_ATTENTION`` names another. All
+On a CPU the backend is "rectangles". On a GPU it is the first of these that serves the forest and the layer, and that
+gives the right result on a small forest: varlen flash attention (chains and large rectangles), the Triton kernels,
+stock flash calls for rectangles, matrix products. The environment variable ``TREETRAIN_ATTENTION`` names another. All
 backends compute the same result; they differ in speed.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
@@ -18,14 +19,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from treetrain.kernel_checks import failure_of
 from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.self_check import failure_of_backend
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
 from treetrain.tree.layout import FULL, AttentionRange
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
-DEFAULTS = {"cpu": "rectangles", "cuda": "varlen"}
+ORDER = {"cpu": ("rectangles",), "cuda": ("varlen", "triton", "rectangles", "matmul")}
+"""The backends of a device, by its type; the first that serves a layer runs."""
+CHECKED = {"cuda"}
+"""Types of devices on which a backend is compared with the specification before its first use."""
 
 
 def _rectangles(
@@ -49,27 +55,37 @@ def _triton(forest: Forest, cache: KVCacheView | None, device: torch.device, _si
     return TritonTreeAttention(forest, device, cache=cache)
 
 
+def _matmul(forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int) -> CachedAttention:
+    return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size, plain=True)
+
+
 BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], CachedAttention | None]] = {
     "rectangles": _rectangles,
     "varlen": _varlen,
     "triton": _triton,
+    "matmul": _matmul,
 }
 """Constructors of backends by name, called with the forest, the cache, the device, and the query heads times their
-size. "varlen" returns None for forests on which it is slow; the Triton kernels serve these."""
+size. "varlen" returns None for forests on which it is slow; those after it serve these."""
 
 
-def choose_backend(device: torch.device, name: str | None = None) -> str:
-    """The name of the backend for a device: the given one, else that of the environment variable, else the default.
+def choose_backends(device: torch.device, name: str | None = None) -> tuple[str, ...]:
+    """The names of the backends for a device, the preferred one first.
+
+    Args:
+        name: the backend to use; None: the one that the environment variable names, else all of the device in order.
+            "varlen" does not serve every forest, so those after it follow.
 
     Raises:
         NotImplementedError: a device that no backend supports.
         ValueError: the named backend does not exist, or cannot run on the device.
     """
-    if device.type not in DEFAULTS:
+    if device.type not in ORDER:
         raise NotImplementedError(f"no tree attention for device {device.type!r}; use 'cpu' or 'cuda'")
     name = name or os.environ.get(ENVIRONMENT) or "auto"
+    order = ORDER[device.type]
     if name == "auto":
-        name = DEFAULTS[device.type]
+        return tuple(other for other in order if why_not(other, device) is None)
     if name not in BACKENDS:
         raise ValueError(
             f"no tree attention is named {name!r} (see {ENVIRONMENT}); there are auto, {', '.join(BACKENDS)}"
@@ -79,7 +95,8 @@ def choose_backend(device: torch.device, name: str | None = None) -> str:
             f"tree attention {name!r} cannot run on {device.type!r}: {hindrance}; those that can: "
             f"{', '.join(runnable(device)) or 'none'}"
         )
-    return name
+    rest = order[order.index(name) + 1 :] if name == "varlen" and name in order else ()
+    return name, *(other for other in rest if why_not(other, device) is None)
 
 
 def runnable(device: torch.device) -> list[str]:
@@ -89,12 +106,12 @@ def runnable(device: torch.device) -> list[str]:
 
 def why_not(name: str, device: torch.device) -> str | None:
     """Why a backend cannot run on a device; None if it can."""
-    if name == "rectangles":
-        return None if device.type == "cpu" else "its calls are the CPU's"
+    if name in ("rectangles", "matmul"):
+        return None if device.type in ORDER else "it needs a CPU or a CUDA device"
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET", "0") == "1"
     if device.type != "cuda" and not interpreted:
         return "it needs a CUDA device" + (" (or TRITON_INTERPRET=1)" if name == "triton" else "")
-    if importlib.util.find_spec("triton") is None:
+    if name != "varlen" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None
 
@@ -115,8 +132,8 @@ class AttentionTree:
         """Forward calls by the backend that ran."""
         self._forest, self._cache = forest, cache
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
-        self._chosen: dict[tuple[str | None, torch.device], str] = {}
-        self._made: dict[tuple[str, torch.device], CachedAttention | None] = {}
+        self._order: dict[tuple[str | None, torch.device], tuple[str, ...]] = {}
+        self._made: dict[tuple[str, torch.device], CachedAttention | Exception | None] = {}
 
     def __call__(
         self,
@@ -141,7 +158,7 @@ class AttentionTree:
         if not self.num_tokens:
             return query[..., :1].expand(*query.shape[:2], value.shape[2])
         spec = self._effective(spec)
-        chosen = self.backend(query, value, spec, backend)
+        chosen = self.backend(query, key, value, spec, sinks, backend)
         self.calls[chosen.name] += 1
         return chosen(query, key, value, scale, layer, spec, sinks)
 
@@ -152,23 +169,60 @@ class AttentionTree:
             self._specs[spec] = spec if cuts else AttentionSpec(FULL, spec.softcap)
         return self._specs[spec]
 
-    def backend(self, query: Tensor, value: Tensor, spec: AttentionSpec, name: str | None = None) -> CachedAttention:
-        """The backend of a layer: the named one, or the one that the first call chose; Triton's where varlen cannot."""
-        place = name, query.device
-        if place not in self._chosen:
-            self._chosen[place] = choose_backend(query.device, name)
-        made = self._make(self._chosen[place], query)
-        if made is None or (isinstance(made, VarlenAttention) and not made.takes(query, value, spec)):
-            made = self._make("triton", query)
-        assert made is not None
-        return made
+    def backend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: AttentionSpec = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+        name: str | None = None,
+    ) -> CachedAttention:
+        """The backend of a layer: the first in order that serves it and, on a GPU, has passed its self-check.
 
-    def _make(self, name: str, query: Tensor) -> CachedAttention | None:
-        """The backend of a name, constructed once for all layers."""
+        Raises:
+            RuntimeError: none has; or the backend that the user named has not.
+        """
+        place = name, query.device
+        if place not in self._order:
+            self._order[place] = choose_backends(query.device, name)
+        failures = []
+        for candidate in self._order[place]:
+            made, failure = self._make(candidate, query), None
+            if isinstance(made, Exception):  # an import or a compiler failed
+                failure = failure_of(f"tree attention {candidate!r}", (str(query.device),), query.dtype, _raising(made))
+            elif made is None or not made.takes(query, value, spec):
+                continue
+            elif query.device.type in CHECKED:
+                below = self._cache is not None and self._cache.path_tokens > 0
+                given = (made.name, BACKENDS[candidate], query, key, value, spec)
+                failure = failure_of_backend(*given, sinks=sinks is not None, below_path=below)
+            if failure is None:
+                assert isinstance(made, CachedAttention)
+                return made
+            failures.append(f"{candidate!r} {failure}")
+            if (name or os.environ.get(ENVIRONMENT) or "auto") != "auto":
+                raise RuntimeError(
+                    f"tree attention {candidate!r} {failure}. It was chosen by name ({ENVIRONMENT} or backend=): leave "
+                    "the choice open, and the next one takes its place"
+                )
+        raise RuntimeError(
+            f"no tree attention can run on {query.device} with {query.dtype} and heads of {query.shape[2]}: "
+            f"{'; '.join(failures) or 'none takes this layer'}. Please report this with the rows of "
+            "`python benchmarks/gpu.py --run A`"
+        )
+
+    def _make(self, name: str, query: Tensor) -> CachedAttention | Exception | None:
+        """The backend of a name, constructed once for all layers; on a GPU the error where that fails."""
         place = name, query.device
         if place not in self._made:
             size = query.shape[1] * query.shape[2]
-            self._made[place] = BACKENDS[name](self._forest, self._cache, query.device, size)
+            try:
+                self._made[place] = BACKENDS[name](self._forest, self._cache, query.device, size)
+            except Exception as error:
+                if query.device.type not in CHECKED or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._made[place] = error
         return self._made[place]
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
@@ -193,6 +247,13 @@ class AttentionTree:
             raise ValueError(f"heads of queries have {size} entries, those of keys {key.shape[2]}; they must agree")
         if sinks is not None and sinks.shape != (heads,):
             raise ValueError(f"sinks have shape {list(sinks.shape)}; expected [{heads}], one logit for each head")
+
+
+def _raising(error: Exception) -> Callable[[], dict[str, float]]:
+    def raises() -> dict[str, float]:
+        raise error
+
+    return raises
 
 
 def attention(
@@ -225,8 +286,8 @@ def attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
-        backend: "rectangles" (CPUs), "triton" or "varlen" (GPUs). None: the one that the environment variable
-            TREETRAIN_ATTENTION names, else by device.
+        backend: "rectangles" or "matmul"; on a GPU "varlen" or "triton" too. None: the one that the environment
+            variable TREETRAIN_ATTENTION names, else the first that serves the layer and gives the right result.
 
     Returns:
         The output in the dtype of the query.
@@ -234,6 +295,7 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; a backend that does not exist or cannot run here.
         NotImplementedError: a device that no backend supports.
+        RuntimeError: no backend gives the right result on this GPU, or the named one does not.
     """
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap}: give a number above 0, or None for no cap")

@@ -228,6 +228,10 @@ class CachedAttention(ABC):
     ) -> Float[Tensor, "N H V"]:
         return _Attend.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
 
+    def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+        """Whether the backend has kernels for a layer's dtype, head sizes and spec."""
+        return True
+
     def path_seen(self, spec: AttentionSpec) -> int:
         """The number of last tokens of the path that some token of the forest sees."""
         return 0 if self.cache is None else self.cache.path_tokens

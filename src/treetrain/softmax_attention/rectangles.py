@@ -1,4 +1,6 @@
-"""Tree attention on the CPU: kernel calls, chosen in schedule.py, merged by log-sum-exp.
+"""Tree attention by few calls of stock kernels, chosen in schedule.py, merged by log-sum-exp.
+
+This is the backend of CPUs, and on a GPU the one that needs no kernel of ours.
 
 The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed with
 the *global* output and log-sum-exp. A kernel's backward takes both as arguments, so the backward makes the same calls
@@ -20,8 +22,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treetrain.device_arrays import on_device, to_device
 from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
 from treetrain.softmax_attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
+from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen
 from treetrain.tree.layout import FULL, AttentionRange
 
 CALL_MICROSECONDS = 350.0
@@ -35,8 +39,8 @@ PAIR_FLOPS_PER_MICROSECOND = 130e3
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-CAPPED_SCORES = 1 << 21
-"""Most scores that the capped kernel holds at once, over all heads."""
+SCORES = {"cpu": 1 << 21, "cuda": 1 << 24}
+"""Most scores that the plain kernel holds at once, over all heads, by type of device."""
 
 
 class StockKernel:
@@ -79,10 +83,13 @@ def _filled(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class CappedKernel:
-    """Attention with scores cap * tanh(score / cap), which no stock CPU kernel has; a few rows of queries at a time."""
+class PlainKernel:
+    """Attention by matrix products, a few rows of queries at a time: any device, any dtype, with a cap or without.
 
-    cap: float
+    No stock CPU kernel has capped scores, cap * tanh(score / cap).
+    """
+
+    cap: float | None
 
     def forward(self, query, key, value, causal, mask, scale):
         """See `StockKernel`; outputs are in float32 or wider."""
@@ -110,28 +117,70 @@ class CappedKernel:
             delta = (do * out[:, :, rows]).sum(-1, keepdim=True)
             do, delta = _grouped(do, groups), _grouped(delta, groups)
             dv[:, :, keys] += weights.transpose(-1, -2) @ do
-            grad = (do @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(slope.flatten(2, 3)).mul_(scale)
+            grad = (do @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
+            if slope is not None:
+                grad.mul_(slope.flatten(2, 3))
             dq[:, :, rows] = (grad @ k.to(wide)).view(q.shape)
             dk[:, :, keys] += grad.transpose(-1, -2) @ _grouped(q, groups).to(wide)
         return dq, dk, dv
 
     def _scores(self, query, key, rows: slice, causal: bool, mask: Tensor | None, scale: float):
-        """Capped and masked scores [C, G, H/G, q, k], and the derivative of the capped by the plain scores."""
-        wide, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
-        plain = _grouped(query, groups).to(wide) @ key.to(wide).transpose(-1, -2)
-        tanh = plain.mul_(scale / self.cap).tanh_().unflatten(2, (-1, query.shape[2]))
-        slope = 1 - tanh.square()
-        scores = tanh.mul_(self.cap)
+        """Capped and masked scores [C, G, H/G, q, k], and the derivative of the capped by the plain scores, if any."""
+        wide, groups, slope = torch.promote_types(query.dtype, torch.float32), key.shape[1], None
+        scores = _grouped(query, groups).to(wide) @ key.to(wide).transpose(-1, -2)
+        scores = scores.mul_(scale).unflatten(2, (-1, query.shape[2]))
+        if self.cap is not None:
+            tanh = scores.div_(self.cap).tanh_()
+            slope = 1 - tanh.square()
+            scores = tanh.mul_(self.cap)
         if mask is not None:
             scores += mask[:, :, rows, : key.shape[2]].unsqueeze(2)
         elif causal:
-            number = torch.arange(key.shape[2])
-            hidden = number > torch.arange(rows.start, rows.start + query.shape[2])[:, None]
+            number = torch.arange(key.shape[2], device=key.device)
+            hidden = number > torch.arange(rows.start, rows.start + query.shape[2], device=key.device)[:, None]
             scores.masked_fill_(hidden, float("-inf"))
         return scores, slope
 
 
-Kernel = StockKernel | CappedKernel
+class FlashKernel:
+    """Stock flash attention of a GPU for calls without a mask; matrix products for tiles."""
+
+    def __init__(self):
+        self._flash, self._plain = StockVarlen(), PlainKernel(None)
+
+    def forward(self, query, key, value, causal, mask, scale):
+        """See `StockKernel`; a call without a mask has one piece."""
+        if mask is not None:
+            return self._plain.forward(query, key, value, causal, mask, scale)
+        size = value.shape[-1]
+        q, k, v = (_heads_last(x).contiguous() for x in _filled(_multiple_of_8(query, value), query, key, value))
+        out, lse = self._flash.forward(q, k, v, _one_piece(query, key, causal), scale)
+        return _heads_first(out[..., :size]), lse.unsqueeze(0)
+
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale):
+        """See `StockKernel`."""
+        if mask is not None:
+            return self._plain.backward(grad_out, query, key, value, out, lse, causal, mask, scale)
+        tensors = _filled(_multiple_of_8(query, value), grad_out, query, key, value, out.to(query.dtype))
+        do, q, k, v, o = (_heads_last(x).contiguous() for x in tensors)
+        call = _one_piece(query, key, causal)
+        grads = self._flash.backward(do, q, k, v, o, lse.squeeze(0).contiguous(), call, scale)
+        return tuple(_heads_first(x[..., : like.shape[-1]]) for x, like in zip(grads, (query, key, value)))
+
+
+def _multiple_of_8(query: Tensor, value: Tensor) -> int:
+    """The head size that stock flash attention takes."""
+    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+
+
+def _one_piece(query: Tensor, key: Tensor, causal: bool) -> DeviceCall:
+    """A call of all queries [1, H, Q, D] against all keys."""
+    queries, keys = query.shape[2], key.shape[2]
+    query_offsets, key_offsets = to_device([np.array([0, n], np.int32) for n in (queries, keys)], query.device)
+    return DeviceCall(None, None, query_offsets, key_offsets, (queries, keys), causal)
+
+
+Kernel = StockKernel | PlainKernel | FlashKernel
 
 
 def _grouped(x: Float[Tensor, "C H Q D"], groups: int) -> Float[Tensor, "C groups H/groups*Q D"]:
@@ -139,16 +188,23 @@ def _grouped(x: Float[Tensor, "C H Q D"], groups: int) -> Float[Tensor, "C group
 
 
 def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yield (queries, keys that they may see) in blocks small enough for ``CAPPED_SCORES``."""
+    """Yield (queries, keys that they may see) in blocks small enough for `SCORES`."""
     pieces, heads, count, _ = query.shape
-    step = max(1, CAPPED_SCORES // max(1, pieces * heads * key.shape[2]))
+    most = SCORES.get(query.device.type, SCORES["cpu"])
+    step = max(1, most // max(1, pieces * heads * key.shape[2]))
     for start in range(0, count, step):
         stop = min(start + step, count)
         yield slice(start, stop), slice(0, stop if causal else key.shape[2])
 
 
-def _kernel(spec: AttentionSpec) -> Kernel:
-    return StockKernel() if spec.softcap is None else CappedKernel(spec.softcap)
+def _kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> Kernel:
+    """The fastest kernel for a layer's device, dtype, head sizes and cap."""
+    if spec.softcap is None and query.device.type == "cpu":
+        return StockKernel()
+    sixteen_bits = query.dtype in (torch.bfloat16, torch.float16)
+    if spec.softcap is None and sixteen_bits and max(query.shape[-1], value.shape[-1]) <= 256:
+        return FlashKernel()
+    return PlainKernel(spec.softcap)
 
 
 # ---- a forest
@@ -176,13 +232,14 @@ class _Calls:
         self.schedule = schedule
         self.tail = tail
         """Number of path tokens put before the keys; None where the whole path is one more rectangle."""
-        self._batches: dict[torch.dtype, list[_BatchTensors]] = {}
+        self._batches: dict[tuple[torch.dtype, torch.device], list[_BatchTensors]] = {}
 
-    def batches(self, dtype: torch.dtype) -> list[_BatchTensors]:
-        """The batches' tensors, with masks in ``dtype``: made once, shared by all layers and both directions."""
-        if dtype not in self._batches:
-            self._batches[dtype] = [_to_tensors(batch, dtype) for batch in self.schedule.batches]
-        return self._batches[dtype]
+    def batches(self, like: Tensor) -> list[_BatchTensors]:
+        """The batches' tensors, with masks in the dtype of `like`: made once for all layers and both directions."""
+        key = like.dtype, like.device
+        if key not in self._batches:
+            self._batches[key] = [_to_tensors(batch, *key) for batch in self.schedule.batches]
+        return self._batches[key]
 
 
 class RectangleAttention(CachedAttention):
@@ -197,17 +254,22 @@ class RectangleAttention(CachedAttention):
         cache: KVCacheView | None = None,
         call_pairs: float | None = None,
         heads_times_size: int = 512,
+        plain: bool = False,
     ):
         """Args:
         forest: segments of the packed run.
         cache: reads the path above and stores the forest's own keys; None for whole trees.
         call_pairs: cost of one more call in query-key pairs; None derives it from ``heads_times_size`` (H * D).
+        plain: use matrix products alone.
         """
         if call_pairs is None:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
         super().__init__(cache)
         self._forest, self._call_pairs = forest, call_pairs
         self._calls: dict[AttentionRange, _Calls] = {}
+        self._plain = plain
+        if plain:
+            self.name = "matmul"
 
     @property
     def schedule(self) -> Schedule:
@@ -219,7 +281,7 @@ class RectangleAttention(CachedAttention):
         return super().path_seen(spec) if tail is None else tail
 
     def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        calls, kernel = self.calls(spec.visible_range), _kernel(spec)
+        calls, kernel = self.calls(spec.visible_range), self._kernel(given, spec)
         keys = (given.key, given.value) if calls.tail is None else given.below_path()
         out, lse = _forward_calls(kernel, calls, given.query, *keys, scale)
         if calls.tail is None and given.path is not None:
@@ -235,7 +297,7 @@ class RectangleAttention(CachedAttention):
     def backward(
         self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
     ) -> Inputs:
-        calls, kernel = self.calls(spec.visible_range), _kernel(spec)
+        calls, kernel = self.calls(spec.visible_range), self._kernel(given, spec)
         sinks = None if given.sinks is None else sink_gradient(given.sinks, grad_out, out, lse)
         keys = (given.key, given.value) if calls.tail is None else given.below_path()
         grads = _backward_calls(kernel, calls, (grad_out, given.query, *keys, out, lse), scale)
@@ -246,6 +308,9 @@ class RectangleAttention(CachedAttention):
             dq, *path = _call_backward(kernel, (grad_out, given.query, *given.path, out, lse), False, scale)
             grads[0].add_(dq)
         return Inputs(*grads, sinks, None if path is None else (path[0], path[1]))
+
+    def _kernel(self, given: Inputs, spec: AttentionSpec) -> Kernel:
+        return PlainKernel(spec.softcap) if self._plain else _kernel(given.query, given.value, spec)
 
     def calls(self, visible_range: AttentionRange) -> _Calls:
         """The calls for layers with this visible range; made at first use."""
@@ -260,17 +325,18 @@ class RectangleAttention(CachedAttention):
         return self._calls[visible_range]
 
 
-def _to_tensors(batch: Batch, dtype: torch.dtype) -> _BatchTensors:
+def _to_tensors(batch: Batch, dtype: torch.dtype, device: torch.device) -> _BatchTensors:
     pieces, width = batch.query_index.shape
     filled = np.flatnonzero(np.arange(width) < batch.query_length[:, None])
     query_index = batch.query_index.reshape(-1)
-    mask = torch.zeros(batch.mask.shape, dtype=dtype).masked_fill_(~torch.from_numpy(batch.mask), float("-inf"))
+    hidden = on_device(~batch.mask, device)
+    mask = torch.zeros(batch.mask.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
     return _BatchTensors(
-        query_index=torch.from_numpy(query_index),
-        key_index=torch.from_numpy(batch.key_index.reshape(-1)),
+        query_index=on_device(query_index, device),
+        key_index=on_device(batch.key_index.reshape(-1), device),
         pieces=pieces,
-        filled_slots=None if len(filled) == len(query_index) else torch.from_numpy(filled),
-        filled_tokens=torch.from_numpy(query_index[filled]),
+        filled_slots=None if len(filled) == len(query_index) else on_device(filled, device),
+        filled_tokens=on_device(query_index[filled], device),
         mask=mask.unsqueeze(1),
     )
 
@@ -307,14 +373,14 @@ def _forward_calls(
 ) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "N H"]]:
     """Output and log-sum-exp over the keys of a schedule."""
     schedule, wide = calls.schedule, torch.promote_types(query.dtype, torch.float32)
-    out = torch.empty((*query.shape[:2], value.shape[2]), dtype=wide)
-    lse = torch.empty(query.shape[:2], dtype=wide)
+    out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=wide)
+    lse = query.new_empty(query.shape[:2], dtype=wide)
     for start, stop in schedule.chains:
         q, k, v = (_heads_first(x[start:stop]) for x in (query, key, value))
         piece, piece_lse = kernel.forward(q, k, v, True, None, scale)
         out[start:stop] = _heads_last(piece)
         lse[start:stop] = _heads_last(piece_lse)
-    for batch in calls.batches(query.dtype):
+    for batch in calls.batches(query):
         q = _gather(query, batch.query_index, batch.pieces)
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
         piece, piece_lse = kernel.forward(q, k, v, False, batch.mask, scale)
@@ -333,14 +399,14 @@ def _backward_calls(
     """Gradients of query [N, H, D], key [K, G, D] and value [K, G, V] from a schedule's calls, in the wide dtype."""
     grad_out, query, key, value, out, lse = tensors
     wide = torch.promote_types(query.dtype, torch.float32)
-    grad_query = torch.empty(query.shape, dtype=wide)
-    grad_key, grad_value = torch.zeros(key.shape, dtype=wide), torch.zeros(value.shape, dtype=wide)
+    grad_query = query.new_empty(query.shape, dtype=wide)
+    grad_key, grad_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
     for start, stop in calls.schedule.chains:
         dq, dk, dv = _piece_backward(kernel, tensors, slice(start, stop), slice(start, stop), True, scale)
         grad_query[start:stop] = dq
         grad_key[start:stop] += dk
         grad_value[start:stop] += dv
-    for batch in calls.batches(query.dtype):
+    for batch in calls.batches(query):
         do, q, o = (_gather(x, batch.query_index, batch.pieces) for x in (grad_out, query, out))
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
         piece_lse = lse.index_select(0, batch.query_index).view(batch.pieces, -1, lse.shape[1]).transpose(1, 2)

@@ -115,6 +115,9 @@ class TritonTreeAttention(CachedAttention):
         self._forest, self._device = forest, device
         self._tables: dict[AttentionRange, _Tables] = {}
 
+    def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+        return query.dtype in DTYPES and max(query.shape[2], value.shape[2]) <= LARGEST_HEAD
+
     def path_seen(self, spec: AttentionSpec) -> int:
         return self.tables(spec.visible_range).path
 
@@ -122,13 +125,8 @@ class TritonTreeAttention(CachedAttention):
         """The output and its log-sum-exp to base 2, float32 [H, N]."""
         query, sinks = given.query.contiguous(), given.sinks
         key, value = (x.contiguous() for x in given.below_path())
-        count, heads, size = query.shape
-        largest = max(size, value.shape[2])
-        if query.dtype not in DTYPES or largest > LARGEST_HEAD:
-            raise ValueError(
-                f"the Triton kernels take bfloat16, float16 and float32 and heads of up to {LARGEST_HEAD}, got "
-                f"{query.dtype} and heads of {largest}; run on a CPU, or in one of these dtypes"
-            )
+        count, heads, _ = query.shape
+        assert self.takes(query, value, spec)
         out = query.new_empty((count, heads, value.shape[2]))
         lse = query.new_empty((heads, count), dtype=torch.float32)
         sink = lse if sinks is None else sinks.contiguous()  # not read without sinks

@@ -218,7 +218,7 @@ class VarlenAttention(CachedAttention):
         return "varlen" if active is None else f"varlen, {active}"
 
     def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-        """Whether flash attention has a layer's dtype and head sizes; it has no caps, and no windows across calls."""
+        # Stock flash attention has no caps, and no windows across calls.
         return spec == PLAIN_ATTENTION and query.dtype in self._dtypes and max(query.shape[2], value.shape[2]) <= 256
 
     def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

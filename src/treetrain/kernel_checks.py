@@ -1,0 +1,80 @@
+"""Checks a GPU kernel on a small input before its first use in a process.
+
+A kernel that is right on one device, driver and library version may fail to compile, raise or be wrong on another. So
+the first call of each kind (kernel, device, dtype, sizes) compares it with slow and obvious code. A kernel that fails
+is passed over, with one warning, and the next one takes its place.
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Hashable
+
+import torch
+
+logger = logging.getLogger(__name__)
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest relative error by dtype; 16-bit dtypes have `LIMIT_16_BITS`, float32 products in TF32 too."""
+LIMIT_16_BITS = 3e-2
+_FAILURES: dict[Hashable, str | None] = {}
+"""The result of every check of this process."""
+
+
+def failure_of(
+    kernel: str,
+    case: tuple[Hashable, ...],
+    dtype: torch.dtype,
+    errors: Callable[[], dict[str, float]],
+    *,
+    tf32: bool = False,
+) -> str | None:
+    """Say why a kernel must not be used; None if it is right.
+
+    Args:
+        kernel: its name, for messages.
+        case: all that the kernel's code depends on; each case is checked once.
+        dtype: of the kernel's inputs.
+        errors: runs the kernel and its reference on a small input; relative errors by the name of the result.
+        tf32: whether float32 products may be rounded to TF32.
+
+    Raises:
+        torch.OutOfMemoryError: no memory is left for the small input, which says nothing about the kernel.
+    """
+    key = kernel, dtype, tf32, *case
+    if key not in _FAILURES:
+        started = time.perf_counter()
+        reason = _failure(errors, LIMIT_16_BITS if tf32 else LIMITS.get(dtype, LIMIT_16_BITS))
+        described = f"{kernel} ({', '.join(map(str, (dtype, *case)))})"
+        if reason is None:
+            logger.info("%s was compared with its reference in %.1f s", described, time.perf_counter() - started)
+        else:
+            warnings.warn(
+                f"{described} is passed over, since it {reason}. The next kernel that can do its work takes its "
+                "place: results are right, steps may be slower. Please report this with the rows of "
+                "`python benchmarks/gpu.py --run A`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        _FAILURES[key] = reason
+    return _FAILURES[key]
+
+
+def _failure(errors: Callable[[], dict[str, float]], limit: float) -> str | None:
+    try:
+        # The caller may be anywhere: without gradients, under autocast, in inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            found = errors()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler, a driver or the kernel itself
+        first = (str(error).strip() or "no message").splitlines()[0]
+        return f"raised {type(error).__name__}: {first[:160]}"
+    # `not <=` is also true of NaN.
+    wrong = [f"{name} by {error:.1e}" for name, error in found.items() if not error <= limit]
+    return f"is off in {', '.join(wrong)} (relative; at most {limit:g})" if wrong else None
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """|found - expected| / |expected|, in float64."""
+    wide = expected.double()
+    return float((found.double() - wide).norm() / wide.norm().clamp_min(torch.finfo(torch.float64).tiny))
