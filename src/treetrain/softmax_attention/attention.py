@@ -198,7 +198,7 @@ class AttentionTree:
                 given = (made.name, BACKENDS[candidate], query, key, value, spec)
                 failure = failure_of_backend(*given, sinks=sinks is not None, below_path=below)
             if failure is None:
-                assert isinstance(made, CachedAttention)
+                assert made is not None and not isinstance(made, Exception)
                 return made
             failures.append(f"{candidate!r} {failure}")
             if (name or os.environ.get(ENVIRONMENT) or "auto") != "auto":
