@@ -39,8 +39,41 @@ CONVERSATIONS = {
     "inspect.json": ("inspect", "transcript"),
     "art-parquet-rows.jsonl": ("art", "transcript"),
     "areal-interactions.json": ("areal", "calls"),
+    "claude-code.jsonl": ("claude-code", "transcript"),
+    "codex.jsonl": ("codex", "transcript"),
+    "openhands-output.jsonl": ("openhands", "transcript"),
+    "openhands-events.json": ("openhands-events", "transcript"),
+    "openhands-completions.jsonl": ("requests", "calls"),
+    "atif.json": ("atif", "transcript"),
+    "mini-swe-agent.traj.json": ("mini-swe-agent", "transcript"),
+    "nemo-gym.jsonl": ("requests", "transcript"),
+    "mlflow.json": ("spans", "calls"),
+    "weave.jsonl": ("weave", "calls"),
+    "braintrust.jsonl": ("braintrust", "calls"),
+    "opik.jsonl": ("opik", "calls"),
+    "agents-sdk.jsonl": ("agents-sdk", "calls"),
+    "spans-openllmetry.jsonl": ("spans", "calls"),
+    "spans-agent-lightning.jsonl": ("spans", "calls"),
+    "spans-phoenix.jsonl": ("spans", "calls"),
+    "langgraph.json": ("chat", "transcript"),
+    "gemini.jsonl": ("requests", "calls"),
+    "messages-cline.json": ("messages", "transcript"),
+    "batch.jsonl": ("batch", "calls"),
+    "litellm.jsonl": ("requests", "calls"),
+    "verifiers-results.jsonl": ("completion", "transcript"),
 }
-WITHOUT_TOOLS = ("swe-agent.traj", "tau-bench.json", "tau2-bench.json", "areal-interactions.json")
+WITHOUT_TOOLS = ("swe-agent.traj", "tau-bench.json", "tau2-bench.json", "areal-interactions.json", "claude-code.jsonl")
+WITHOUT_TOOLS += (
+    "codex.jsonl",
+    "mini-swe-agent.traj.json",
+    "agents-sdk.jsonl",
+    "langgraph.json",
+    "messages-cline.json",
+)
+WITHOUT_SYSTEM = ("claude-code.jsonl", "messages-cline.json")
+# Counted by hand. The answer is `the`, ` answer`, ` is`, ` 4` and the end of the turn. The call has 66 characters, of
+# which only the `ll` of `<tool_call>` and `</tool_call>` are one token, and the end of the turn.
+TRAINED = {"answer": 5, "call": 65}
 
 
 @pytest.fixture
@@ -74,6 +107,8 @@ def test_token_logs_are_prompts_and_sampled_answers_with_log_probabilities(name)
 def test_every_log_of_the_dialogue_gives_the_tokens_of_its_messages(read, dialogue, name, bytes_tokenizer):
     format, view = CONVERSATIONS[name]
     tools = dialogue["tools"] if name in WITHOUT_TOOLS else None
+    if name in WITHOUT_SYSTEM:
+        dialogue["messages"] = dialogue["messages"][1:]
     found = read(name, tools=tools)
     expected = from_messages([dialogue], tokenizer=bytes_tokenizer, chat_template="chatml", view=view).trajectories
     assert found.format == format
@@ -82,6 +117,7 @@ def test_every_log_of_the_dialogue_gives_the_tokens_of_its_messages(read, dialog
         assert bytes_tokenizer.decode(row.ids) == bytes_tokenizer.decode(other.ids)
         np.testing.assert_array_equal(row.ids, other.ids)
         np.testing.assert_array_equal(row.weights, other.weights)
+    assert sum(row.weights.sum() for row in found.trajectories) == TRAINED["call"] + TRAINED["answer"]
 
 
 def test_traces_name_their_episode_and_note_what_is_no_call(read):

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools
+from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools, is_number
 from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts
 from treetrain.data.time_limit import within
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
 
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", "model"))
-CHAT_KEYS |= {*ROW_KEYS}
-TEXT_KEYS = frozenset(("prompt", "completion", "finish_reason", *ROW_KEYS))
+CHAT_KEYS |= {"advantage", *ROW_KEYS}
+TEXT_KEYS = frozenset(("prompt", "completion", "finish_reason", "advantage", "model", *ROW_KEYS))
 CHATML_END = "<|im_end|>"
 ENDED = ("stop", "end_turn", "eos")
 """Finish reasons of texts that the model ended itself."""
@@ -97,6 +97,7 @@ class ChatReader:
         images: list[str] = []
         messages = clean_messages(record["messages"], notes, images if settings.images == "key" else None)
         messages = [*_system(record, messages), *messages]
+        messages = [_with_advantage(one, record) if one["role"] == "assistant" else one for one in messages]
         if images:
             facts["key"] = " ".join(str(one) for one in (facts["key"], *images) if one is not None)
             notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
@@ -148,7 +149,17 @@ def _text_row(renderer: "Renderer", record: Record, notes: Notes, facts: dict[st
             )
     text = prompt + completion
     spans = [(len(prompt), len(text))]
-    return renderer.row(text, spans, [{}], facts, add_bos=True)
+    return renderer.row(text, spans, [_with_advantage({}, record)], facts, add_bos=True)
+
+
+def _with_advantage(message: Message, record: Record) -> Message:
+    """The message with the advantage of its record, if it has none of its own."""
+    advantage = record.get("advantage")
+    if advantage is None or "advantage" in message:
+        return message
+    if not is_number(advantage):
+        raise DataError(f"`advantage` is {quoted(advantage)}, expected a finite number")
+    return message | {"advantage": advantage}
 
 
 def _transcript(

@@ -183,12 +183,18 @@ def detect_format(
     """
     if format != "auto":
         return _named(format), ""
-    return _detect(*next(iter(_records(path, Notes()))), format, map)
+    first = next(iter(_records(path, Notes())), None)
+    if first is None:
+        raise DataError(f"{path}: no record holds messages or token ids")
+    return _detect(*first, format, map)
 
 
 def _records(path: str | os.PathLike[str], notes: Notes) -> Records:
     """The records of a file or folder, and of pages of an API the records in them."""
     for place, record in read_records(path, notes):
+        if isinstance(record, Mapping) and look_up(next(iter(record.values()), None), "model_patch") is not None:
+            notes.add("a file of predictions (preds.json) holds patches and no messages", place)
+            continue
         if isinstance(record, DataError) or not isinstance(record.get("data"), list) or record.keys() - PAGE_KEYS:
             yield place, record
             continue
@@ -236,13 +242,15 @@ def _described(record: Record) -> str:
 
 
 def _sessions(records: Records, session: Callable[[str, Record], Hashable]) -> Records:
-    """The events of every session as one record. A session named by a text ends where another begins."""
+    """The events of every session as one record. A session that is named by a text ends where another begins."""
     held: dict[Hashable, tuple[str, list[Record]]] = {}
     for place, record in records:
         if isinstance(record, DataError):
             yield place, record
             continue
-        name = session(place, record)
+        if (name := session(place, record)) is None:
+            yield place, record
+            continue
         if isinstance(name, str) and name not in held:
             yield from ((where, {"records": found}) for where, found in held.values())
             held = {}
@@ -321,7 +329,7 @@ class _Reading:
         if count == 0:
             raise DataError(f"no rows were read (limit {self.limit}); give a limit of at least 1 or none")
         if not self.made:
-            why = "; ".join(f"skipped: {one}" for one in self.skipped[:1]) or "; ".join(notes.lines()[-2:])
+            why = "; ".join(f"skipped: {one}" for one in self.skipped[:1]) or "; ".join(notes.lines()[-1:])
             raise DataError(
                 f"{place}: no rows in {count} records, read as {self.kind.name} ({shortened(why)}); {_described(first)}"
             )
@@ -417,6 +425,7 @@ class _Reading:
 
     def convert(self, record: Record) -> list[Record]:
         """The rows of a record. A record can hold anything, so every error of a reader becomes a DataError."""
+        said = self.notes.total
         try:
             rows = list(self.kind.convert(record, self.notes))
         except DataError:
@@ -425,7 +434,7 @@ class _Reading:
             raise DataError(
                 f"the record is not as format {self.kind.name} has them ({type(error).__name__}: {shortened(error)})"
             ) from error
-        if not rows:
+        if not rows and self.notes.total == said:
             self.notes.add("the record has no rows")
         for row in rows:
             if not isinstance(row, Mapping) or not any(name in row for name in ("input_ids", "messages", "completion")):

@@ -115,7 +115,7 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
     if calls := [*given, *(call for call in calls if call["id"] is None or call["id"] not in names)]:
         cleaned["tool_calls"] = [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls)]
     for name in ("weight", "advantage", "reward"):
-        if name in cleaned and not _is_number(cleaned[name]):
+        if name in cleaned and not is_number(cleaned[name]):
             cure = " (0 leaves the message out)" if name == "weight" else ""
             raise DataError(f"{where} has the {name} {quoted(cleaned[name])}, expected a finite number{cure}")
     for name in [name for name in TRAIN_KEYS if name in cleaned]:
@@ -191,7 +191,8 @@ def _result(value: Any, here: str, images: list[str] | None) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:
@@ -248,15 +249,18 @@ def clean_tools(tools: Any) -> Tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"`tools` is {quoted(tools)}, expected a list of JSON schemas")
-    return [_clean_tool(tool) for tool in tools]
+    flat = [
+        one for tool in tools for one in (first_of(tool, "functionDeclarations", "function_declarations") or [tool])
+    ]
+    return [_clean_tool(tool) for tool in flat]
 
 
 def _clean_tool(tool: Record) -> dict[str, Any]:
-    schema = first_of(tool, "input_schema", "inputSchema")
+    schema = first_of(tool, "input_schema", "inputSchema", "parametersJsonSchema")
     if "name" not in tool or "function" in tool or (schema is None and "parameters" not in tool):
         return dict(tool)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
-    return {"type": "function", "function": function | {"parameters": schema or tool.get("parameters") or {}}}
+    return {"type": "function", "function": function | {"parameters": parsed(schema or tool.get("parameters") or {})}}
 
 
 def read_tools(path: str | Path) -> Tools:

@@ -44,6 +44,11 @@ class Notes:
         self._first.setdefault(text, "" if where is None else f"{self.place} {where}".strip())
         self._count[text] = self._count.get(text, 0) + 1
 
+    @property
+    def total(self) -> int:
+        """The number of remarks, each as often as it was made."""
+        return sum(self._count.values())
+
     def unused_keys(self, record: Record, known: Container[str], of: str = "keys") -> None:
         """Remark on the keys with a value that a reader does not know; all of one kind (`of`) become one line."""
         for name in record:
@@ -99,7 +104,7 @@ class Format:
     """The keys of a record that `convert` reads; a note lists others. None: rows keep them, or `convert` notes them."""
     session: Callable[[str, Record], Hashable] | None = None
     """For logs of events: the session that a record belongs to, from its place and content. The records of a session
-    are converted together, as `records` of one record."""
+    are converted together, as `records` of one record. None: the record stands alone."""
 
 
 # Fields of records

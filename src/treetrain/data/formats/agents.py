@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from treetrain.data.formats.conversations import NOT_TRAINED, untrained
+from treetrain.data.formats.events import of_file
 from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
@@ -57,17 +58,46 @@ def _swe_message(entry: Record) -> dict[str, Any]:
     return message | ({"weight": 0} if entry.get("is_demo") else {}) | {"role": entry.get("role")}
 
 
+def read_mini_swe_agent(record: Record, notes: Notes) -> list[Record]:
+    """A `.traj.json`. The role `exit` tells why the run ended, and no model saw it."""
+    messages = []
+    for one in objects(record, "messages"):
+        if one.get("role") == "exit":
+            notes.add(f"the message of a run's end ({look_up(one, 'extra.exit_status')}) is not in the row")
+            continue
+        reason = look_up(one, "extra.response.choices.0.finish_reason")
+        messages.append({name: one[name] for name in one if name != "extra"} | {"finish_reason": reason})
+    known = {"group": record.get("instance_id"), "model": look_up(record, "info.config.model.model_name")}
+    return [
+        {name: value for name, value in known.items() if value is not None} | facts(record) | {"messages": messages}
+    ]
+
+
 def read_tau(record: Record, notes: Notes) -> list[Record]:
-    """A result of tau-bench (`traj`), or the file of a run of tau2-bench (`simulations`)."""
+    """Results of tau-bench (`traj`), or of a run of tau2-bench: `simulations` in one file, or a file for each."""
+    records = objects(record, "records")
+    policy = next((found for one in records if (found := look_up(one, "info.environment_info.policy"))), None)
+    return [row for one in records for row in _tau_rows(one, policy, notes)]
+
+
+def of_run(place: str, record: Record) -> str:
+    """The folder of a run of tau2-bench for its results and its simulations, or the file."""
+    file = of_file(place, record)
+    folder, _, name = file.rpartition("/")
+    in_folder = folder.endswith("/simulations") or name == "results.json"
+    return folder.removesuffix("/simulations") if in_folder else file
+
+
+def _tau_rows(record: Record, policy: Any, notes: Notes) -> list[Record]:
     if "traj" in record:
         return [facts(record) | {"messages": field(record, "traj", list)}]
     notes.add("tau2-bench does not log the agent's system prompt; the policy is given in its place")
-    policy = look_up(record, "info.environment_info.policy")
+    runs = objects(record, "simulations") if "simulations" in record else [record]
     return [
         {name: run[name] for name in ("id", "task_id", "trial") if run.get(name) is not None}
         | {"reward": look_up(run, "reward_info.reward"), "messages": _tau2_messages(run, notes)}
         | ({"system": policy} if isinstance(policy, str) else {})
-        for run in objects(record, "simulations")
+        for run in runs
     ]
 
 
@@ -330,8 +360,18 @@ SWE_AGENT = Format(
     lambda record: isinstance(record.get("history"), list) and isinstance(record.get("trajectory"), list),
     read_swe_agent,
 )
+MINI_SWE_AGENT = Format(
+    "mini-swe-agent",
+    "`trajectory_format` mini-swe-agent",
+    lambda record: str(record.get("trajectory_format")).startswith("mini-swe-agent"),
+    read_mini_swe_agent,
+)
 TAU = Format(
-    "tau-bench", "`traj` or `simulations`", lambda record: "traj" in record or "simulations" in record, read_tau
+    "tau-bench",
+    "`traj`, `simulations` or `reward_info`",
+    lambda r: "traj" in r or "simulations" in r or {"reward_info", "task_id", "messages"} <= r.keys(),
+    read_tau,
+    session=of_run,
 )
 INSPECT = Format(
     "inspect",

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
+from treetrain.data.formats.tokens import sampled_row
 from treetrain.data.messages import CALL_PARTS, REASONING_PARTS, TEXT_PARTS, unwrapped
 from treetrain.data.records import Format, Notes, Record, facts, field, first_path, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
 NOT_TRAINED = {"weight": 0}
+MODEL_ROLES = ("assistant", "model", "ai")
 PROMPTS = ("messages", "input", "contents", "prompt", "inputs")
-SYSTEMS = ("system", "instructions", "systemInstruction", "system_instruction", "config.system_instruction")
+SYSTEMS = ("system", "instructions", "systemInstruction.parts", "system_instruction.parts")
+SYSTEMS += ("systemInstruction", "system_instruction", "config.system_instruction")
 TOOLS = ("tools", "functions", "config.tools", "optional_params.tools", "model_parameters.tools", "kwargs.tools")
 REQUEST_PATHS = (
     "request.body",
@@ -30,6 +33,7 @@ RESPONSE_PATHS = ("response.body", "response_body", "response", "output", "outpu
 ANSWERS = ("choices", "candidates", "generations", "output", "message", "messages", "content")
 SAID = ("content", "parts", "text", "tool_calls", "function_call", "refusal")
 PARTS = (*TEXT_PARTS, *CALL_PARTS, *REASONING_PARTS)
+MESSAGES_AT = ("messages", "values.messages", "channel_values.messages")
 ITEMS = ("message", "reasoning", "function_call", "custom_tool_call", "local_shell_call")
 RESULT_ITEMS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
@@ -122,7 +126,7 @@ def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
         "role" not in one and one.get("type") in (*TEXT_PARTS, *CALL_PARTS, *REASONING_PARTS) for one in given
     ):
         return [[{"role": "assistant", "content": given}]]
-    if all(one.get("type") not in (*ITEMS, *RESULT_ITEMS) and _answer(one).get("role") == "assistant" for one in given):
+    if all(one.get("type") not in (*ITEMS, *RESULT_ITEMS) and _answer(one).get("role") in MODEL_ROLES for one in given):
         return [[_answer(one)] for one in given]
     messages = items_to_messages(given, notes)
     return [messages] if messages else []
@@ -215,7 +219,7 @@ def call_rows(known: Record, request: Any, response: Any, notes: Notes) -> list[
         notes.add("an LLM call without an answer is no row")
     rows: list[Record] = []
     for answer in answers:
-        several = sum(look_up(message, "role") == "assistant" for message in answer) > 1
+        several = sum(look_up(message, "role") in MODEL_ROLES for message in answer) > 1
         whole = {"messages": untrained(prompt) + answer} if several else {"messages": prompt + answer, "train": "last"}
         rows.append(shared | dict(known) | whole)
     return rows
@@ -241,15 +245,65 @@ def response_of(record: Record) -> Any:
     return record if "choices" in record or "candidates" in record else None
 
 
+REQUEST_FACTS = {
+    "group": ("_ng_task_index",),  # NeMo Gym
+    "trial": ("_ng_rollout_index",),
+    "episode": ("trace_id", "session_id"),
+}
+
+
 def read_requests(record: Record, notes: Notes) -> list[Record]:
     """One LLM call: its messages are context, and every choice of the response is a row that is trained."""
     request, response = request_of(record), response_of(record)
-    rows = call_rows(
-        facts(record, *(one for one in (request, response) if isinstance(one, Mapping))), request, response, notes
-    )
+    known = facts(record, *(one for one in (request, response) if isinstance(one, Mapping)))
+    also = {name: first_path(record, *paths) for name, paths in REQUEST_FACTS.items()}
+    known = {name: value for name, value in also.items() if value is not None} | known
+    if found := _sampled_turns(response, known, notes):
+        return found
+    rows = call_rows(known, request, response, notes)
     if not rows:
         raise DataError("the response has no choice, expected at least one")
     return rows
+
+
+def _sampled_turns(response: Any, known: Record, notes: Notes) -> list[Record]:
+    """The calls of a response whose every turn has the ids of its tokens (NeMo Gym); none if one lacks them."""
+    turns: list[Any] = [None]
+    for item in objects(response, "output") if isinstance(look_up(response, "output"), list) else []:
+        if item.get("type", "message") not in ITEMS or item.get("role", "assistant") != "assistant":
+            turns.append(None)
+        elif turns[-1] is None or item.get("generation_token_ids"):
+            turns[-1] = item
+    turns = [turn for turn in turns if turn is not None]
+    if not turns or not all(turn.get("generation_token_ids") and turn.get("prompt_token_ids") for turn in turns):
+        return []
+    names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+    known = {"episode": known.get("id", notes.place)} | {name: known[name] for name in known if name != "trial"}
+    return [known | sampled_row(turn, *(turn.get(name) for name in names)) for turn in turns]
+
+
+def read_batch(record: Record, notes: Notes) -> list[Record]:
+    """The request and the response of one `custom_id` in the files of a batch API."""
+    records = objects(record, "records")
+    requests = [body for one in records if (body := first_path(one, "body", "params", "request")) is not None]
+    responses = [one for one in records if "response" in one or "result" in one]
+    bodies = [body for one in responses if (body := first_path(one, "response.body", "result.message")) is not None]
+    name = quoted(records[0].get("custom_id"))
+    if bodies and len(requests) != 1:
+        raise DataError(f"custom_id {name} has {len(requests)} requests; give the file of requests and that of results")
+    if not bodies:
+        notes.add("a request of a batch without a response is no row" if requests else "a failed request is no row")
+    return [row for body in bodies for row in call_rows(facts(requests[0], body), requests[0], body, notes)]
+
+
+def _reward_columns(record: Record, notes: Notes) -> dict[str, Any]:
+    """The reward from columns such as `format_reward`, which TRL writes for every reward function."""
+    columns = {name: value for name, value in record.items() if name.endswith("_reward") and value is not None}
+    if record.get("reward") is not None or not columns or not all(isinstance(v, int | float) for v in columns.values()):
+        return {}
+    if len(columns) > 1:
+        notes.add(f"the reward is the sum of {', '.join(columns)}; give `reward` for other weights")
+    return {"reward": sum(columns.values())}
 
 
 def is_request(record: Record) -> bool:
@@ -263,8 +317,10 @@ def is_request(record: Record) -> bool:
 
 
 def read_chat(record: Record, notes: Notes) -> list[Record]:
-    """Our own form: `messages`, OpenAI's or Anthropic's, with `system` and `tools` beside them."""
-    return [dict(record) | {"messages": field(record, "messages", list)}]
+    """Our own form: `messages`, OpenAI's or Anthropic's, with `system` and `tools` beside them; states of LangGraph."""
+    path = next((path for path in MESSAGES_AT if isinstance(parsed(look_up(record, path)), list)), "messages")
+    rest = {name: value for name, value in record.items() if name != path.split(".")[0]}
+    return [rest | {"messages": field(record, path, list)}]
 
 
 def read_sharegpt(record: Record, notes: Notes) -> list[Record]:
@@ -288,6 +344,10 @@ def read_completion(record: Record, notes: Notes) -> list[Record]:
     """TRL's `prompt` and `completion`, texts or messages, with the `label` of unpaired preferences."""
     label = record.get("label")
     known = {name: value for name, value in record.items() if name not in ("prompt", "completion", "label")}
+    known |= _reward_columns(record, notes)
+    known = {name: value for name, value in known.items() if not name.endswith("_reward")}
+    known |= {"tools": known.pop("tool_defs")} if known.get("tool_defs") else {}  # verifiers
+    known |= {"group": known.pop("example_id")} if known.get("example_id") is not None else {}
     known |= {} if label is None else {"chosen": bool(label) if label in (0, 1) else label}
     return [_completed(known, record.get("prompt"), record["completion"])]
 
@@ -327,7 +387,16 @@ def _completed(known: Record, prompt: Any, completion: Any) -> Record:
     return {**known, "messages": untrained(prompt or []) + completion}
 
 
-CHAT = Format("chat", "`messages`", lambda record: isinstance(parsed(record.get("messages")), list), read_chat)
+CHAT = Format(
+    "chat", "`messages`", lambda r: any(isinstance(parsed(look_up(r, path)), list) for path in MESSAGES_AT), read_chat
+)
+BATCH = Format(
+    "batch",
+    "`custom_id`",
+    lambda record: "custom_id" in record and not is_request(record),
+    read_batch,
+    session=lambda place, record: ("custom_id", record.get("custom_id")),
+)
 REQUESTS = Format("requests", "a request and its response", is_request, read_requests)
 SHAREGPT = Format("sharegpt", "`conversations`", lambda record: "conversations" in record, read_sharegpt)
 PREFERENCE = Format(

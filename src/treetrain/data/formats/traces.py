@@ -39,6 +39,7 @@ SPAN_FACTS = {
 
 def reward_of(scores: Any, notes: Notes) -> float | None:
     """The first number among scores: a list or an object of numbers or of objects with `value`, `score` or `avg`."""
+    scores = parsed(scores)
     given = list(scores.values()) if isinstance(scores, Mapping) else scores if isinstance(scores, list) else [scores]
     values = [
         first_path(one, "value", "score", "avg", "feedback.value") if isinstance(one, Mapping) else one for one in given
@@ -55,7 +56,9 @@ def reward_of(scores: Any, notes: Notes) -> float | None:
 def read_spans(record: Record, notes: Notes) -> list[Record]:
     """A span, an OTLP export, or a trace of MLflow."""
     rows = []
-    for span in _spans(record):
+    spans = list(_spans(record))
+    rewards = [reward for span in spans if (reward := first_path(_attributes(span), *SPAN_FACTS["reward"])) is not None]
+    for span in spans:
         attributes = _attributes(span)
         kinds = [(attributes[name], kind) for name, kind in SPAN_KINDS.items() if name in attributes]
         found = next((one for one in CONVENTIONS if _nested(attributes, one[1])), None)
@@ -66,7 +69,7 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
         known = {name: first_path(attributes, *paths) for name, paths in SPAN_FACTS.items()}
         known["episode"] = first_path(span, *SPAN_FACTS["episode"]) if known["episode"] is None else known["episode"]
         scores = look_up(record, "info.assessments")
-        known["reward"] = reward_of(scores, notes) if known["reward"] is None else known["reward"]
+        known["reward"] = rewards[-1] if rewards else reward_of(scores, notes)
         system = _nested(attributes, "gen_ai.system_instructions")
         known |= {"system": parsed(system), "tools": [_schema(tool) for tool in tools or []]}
         known = {name: value for name, value in known.items() if value not in (None, [])}
@@ -80,8 +83,8 @@ def _messages(value: Any) -> Any:
 
 
 def _spans(record: Record) -> Iterator[Record]:
-    if isinstance(look_up(record, "data.spans"), list):  # MLflow
-        record = {"spans": look_up(record, "data.spans")}
+    if isinstance(found := first_path(record, "data.spans", "records"), list):  # MLflow; a rollout of Agent Lightning
+        record = {"spans": found}
     if "resourceSpans" not in record:
         yield from objects(record, "spans") if "spans" in record else [record]
         return
@@ -184,6 +187,11 @@ def is_spans(record: Record) -> bool:
     return any(name.startswith(starts) or name in ("llm", "openinference", "gen_ai") for name in names)
 
 
+def _rollout_of(place: str, record: Record) -> Any:
+    """Agent Lightning's spans: a span of its own has the reward of a rollout."""
+    return ("rollout", record["rollout_id"], record.get("attempt_id")) if "rollout_id" in record else None
+
+
 # Tools with records of their own
 
 
@@ -205,10 +213,12 @@ class Log:
 
     def __call__(self, record: Record, notes: Notes) -> list[Record]:
         """The rows of an entry and of those below it."""
-        rows, pending = [], [(record, reward_of(first_path(record, *self.rewards), notes))]
+        scored = [record, *objects(record, "records")]
+        found = (reward_of(first_path(one, *self.rewards), notes) for one in scored)
+        rows, pending = [], [(record, next((reward for reward in found if reward is not None), None))]
         while pending:
             entry, reward = pending.pop()
-            below = objects(entry, self.below) if self.below else []
+            below = [*(objects(entry, self.below) if self.below else []), *objects(entry, "records")]
             pending += [(one, reward) for one in reversed(below)]
             if not re.search(self.calls, str(look_up(entry, self.kind))):
                 if entry is not record or not below:
@@ -230,7 +240,14 @@ class Log:
         return rows
 
 
-SPANS = Format("spans", "attributes of OpenTelemetry, OpenInference, OpenLLMetry or MLflow", is_spans, read_spans)
+API_CALL = r"completions?\.create|messages\.create|responses\.create|generate_content|litellm\.completion|\.converse"
+SPANS = Format(
+    "spans",
+    "attributes of OpenTelemetry, OpenInference, OpenLLMetry or MLflow",
+    is_spans,
+    read_spans,
+    session=_rollout_of,
+)
 LANGSMITH = Format(
     "langsmith",
     "`run_type`",
@@ -249,4 +266,42 @@ LANGFUSE = Format(
     "`observations`, or `type` and `traceId`",
     lambda r: "observations" in r or ({"type", "input", "output"} <= r.keys() and ("traceId" in r or "trace_id" in r)),
     Log(kind="type", calls="^GENERATION$", below="observations", episode=("traceId", "trace_id")),
+)
+BRAINTRUST = Format(
+    "braintrust",
+    "`span_attributes`",
+    lambda record: "span_attributes" in record,
+    Log(
+        kind="span_attributes.type",
+        calls="^llm$",
+        tools=("metadata.tools",),
+        model=("metadata.model",),
+        episode=("root_span_id",),
+    ),
+    session=lambda place, record: ("trace", record.get("root_span_id")),
+)
+WEAVE = Format(
+    "weave",
+    "`op_name`",
+    lambda record: "op_name" in record and "inputs" in record,
+    Log(kind="op_name", calls=API_CALL, model=("inputs.model",)),
+)
+OPIK = Format(
+    "opik",
+    "`type`, `trace_id` and `feedback_scores`",
+    lambda record: {"type", "trace_id", "input", "feedback_scores"} <= record.keys(),
+    Log(kind="type", calls="^llm$", rewards=("feedback_scores",), tools=("metadata.tools",)),
+)
+AGENTS_SDK = Format(
+    "agents-sdk",
+    "`span_data`",
+    lambda record: "span_data" in record,
+    Log(
+        kind="span_data.type",
+        calls="^(generation|response)$",
+        prompt=("span_data.input",),
+        answer=("span_data.output", "span_data.response"),
+        tools=("span_data.response.tools", "span_data.model_config.tools"),
+        model=("span_data.model",),
+    ),
 )
