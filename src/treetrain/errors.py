@@ -1,6 +1,8 @@
 """Errors that a user can cause. Each message says where, what is wrong, both values and what to do."""
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 _repr = reprlib.Repr()
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 60, 60
@@ -15,6 +17,16 @@ def shortened(text: object, length: int = 160) -> str:
     """Cut a text for a message, such as another error's message, which may quote a long value."""
     text = str(text)
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Say which name was probably meant, or which names there are."""
+    wrong, names = str(name).lower(), {each.lower(): each for each in known}
+    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.7)
+    close = close or [each for each in names if len(wrong) > 3 and wrong in each]
+    if close:
+        return f"did you mean {names[close[0]]}?"
+    return f"known: {shortened(', '.join(names.values()), 200)}"
 
 
 class DataError(ValueError):

@@ -107,25 +107,9 @@ def test_a_yaml_file_says_everything_and_flags_outweigh_it(treetrain, config_fil
     assert arguments.learning_rate == 1e-5 and arguments.loss_kwargs == {"clip": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("files: x\nmodel: tiny\nlearning_rat: 1", "are not used by the HfArgumentParser: ['--learning_rat', '1']"),
-        ("- 1", "holds no names with values"),
-        ("a: [", "is no YAML file"),
-        ("max_steps: many", "argument --max_steps/--max-steps: invalid int value: 'many'"),
-        ("files: x\nmodel: tiny\nexecution: rows", "argument --execution: invalid choice: 'rows'"),
-        ("model: tiny", "arguments are required: FILE"),
-        ("files: x.jsonl", "arguments are required: --model"),
-        ("files: x.jsonl\nmodel: tiny", "x.jsonl"),
-        ("files: x.jsonl\nmodel: tiny\nper_device_train_batch_size: 2", "set tokens_per_step"),
-        ("files: x.jsonl\nmodel: tiny\nloss: sfft", "x.jsonl"),
-    ],
-)
-def test_a_file_with_a_mistake_is_refused_in_one_line(treetrain, tmp_path, text, message) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text + "\n", encoding="utf-8")
-    assert message in treetrain("train", path, "--use_cpu", "true").error
+def test_resume_from_checkpoint_false_begins_anew(treetrain, token_file, model_folder, tmp_path) -> None:
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", tmp_path / "out", "--max_steps", "1", *QUIET)
+    assert treetrain(*argv, "--resume_from_checkpoint", "false").code == 0
 
 
 BOMB = "\n".join(["a: &a x", *(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in pairwise("abcdefghijkl"))])
@@ -152,18 +136,12 @@ def test_a_hostile_yaml_file_is_refused_in_one_line_at_once(treetrain, tmp_path,
     assert time.monotonic() - begun < 10 and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--learning-rat", "1"), "['--learning-rat', '1']"),
-        (("--loss", "sfft"), "unknown loss 'sfft'"),
-        (("--loss_kwargs", '{"clip": 0.2}'), "has no option 'clip'"),
-        (("--budget", "lots"), "budget"),
-    ],
-)
-def test_bad_flags_are_refused_in_one_line(treetrain, token_file, model_folder, tmp_path, flags, message) -> None:
-    argv = ("train", token_file, "--model", model_folder, "--output_dir", tmp_path / "out", *QUIET)
-    assert message in treetrain(*argv, *flags).error
+@pytest.mark.parametrize("metric", ["nll", "eval_loss", "trained_tokens"])
+def test_a_metric_that_evaluations_give_is_no_mistake(treetrain, token_file, model_folder, tmp_path, metric) -> None:
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", tmp_path / "out", "--max_steps", "2", *QUIET)
+    more = ("--eval_data", token_file, "--eval_strategy", "steps", "--eval_steps", "1")
+    answer = treetrain(*argv, *more, "--early_stopping_patience", "1", "--metric_for_best_model", metric)
+    assert answer.code == 0, answer.err
 
 
 def test_a_bad_row_is_named_by_file_and_line(treetrain, model_folder, tmp_path) -> None:

@@ -47,8 +47,8 @@ def test_changing_the_callers_buffers_afterwards_does_not_change_the_row():
     [
         ({"ids": [1, -2]}, r"ids\[1\] = -2 is negative"),
         ({"ids": [1, 2**31]}, r"ids\[1\] = 2147483648 is above 2147483647"),
-        ({"ids": [1.0, 2.0]}, "float64, expected whole numbers"),
-        ({"ids": [True, False]}, "bool, expected whole numbers"),
+        ({"ids": [1.0, 2.0]}, "1.0, a float; token ids are whole numbers"),
+        ({"ids": [True, False]}, "True, a bool; token ids are whole numbers"),
         ({"ids": [[1, 2], [3, 4]]}, r"shape \(2, 2\)"),
         ({"ids": [[1], [3, 4]]}, "no flat list"),
         ({"ids": [1, 2], "values": [1]}, "values has 1 entries, but there are 2 token ids.*entry 0"),

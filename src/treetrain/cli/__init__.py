@@ -3,10 +3,11 @@
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from treetrain import __version__
-from treetrain.errors import RanksDisagree
+from treetrain.errors import RanksDisagree, nearest
 
 COMMANDS = {
     "inspect": "how much the rows of a file share, and what computing it once is worth",
@@ -30,13 +31,22 @@ examples:
 
 treetrain COMMAND --help shows all of its options."""
 BAD_INPUT = 2
+OWN_FAULT = 70
 INTERRUPTED = 130
+LONGEST = 400
+EXPECTED = (ImportError, ValueError, OSError, FloatingPointError, MemoryError, RanksDisagree)
+"""Errors that a user can cause, whoever raises them."""
+GIVEN_SETTINGS = ("accelerate", "huggingface_hub", "peft", "safetensors", "transformers")
+"""Libraries that get the user's settings and files; whatever they raise themselves is about those."""
+EXTRAS = {"peft": "peft", "trl": "trl", "bitsandbytes": "bitsandbytes"}
+"""Extras of treetrain that install a missing module; all others come with `train`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (a check failed), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM).
+    """Run one command and return its exit code.
 
-    Errors that a user can cause are one line on stderr. TREETRAIN_TRACEBACK=1 shows the traceback instead.
+    0, 1 (a check failed), 2 (bad input), 70 (a fault of treetrain), 130 (Ctrl-C) or 143 (SIGTERM). Errors that a user
+    can cause are one line on stderr. TREETRAIN_TRACEBACK=1 shows their traceback instead.
     """
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
@@ -45,13 +55,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `treetrain inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ModuleNotFoundError, ValueError, OSError, FloatingPointError, RanksDisagree) as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        ours = missing and (error.name or "").startswith("treetrain")
-        if os.environ.get("TREETRAIN_TRACEBACK", "0") not in ("", "0") or ours:
+    except Exception as error:
+        if os.environ.get("TREETRAIN_TRACEBACK", "0") not in ("", "0"):
             raise
-        cure = "; install what is missing, e.g. pip install 'treetrain[train]'" if missing else ""
-        return _fail(f"error: {error}{cure}", BAD_INPUT)
+        if (message := _message(error)) is not None:
+            return _fail(f"error: {message}", BAD_INPUT)
+        traceback.print_exc()
+        return _fail(
+            "this is a fault of treetrain, not of what you typed; please report it with the lines above, the command "
+            "and the output of `pip list`",
+            OWN_FAULT,
+        )
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user about an error; None for a fault of ours."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").split(".")[0]
+        extra = EXTRAS.get(package, "train")
+        return None if package == "treetrain" else f"{text}; pip install 'treetrain[{extra}]' installs what is missing"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        return f"{text.splitlines()[0]} A smaller --budget bounds the memory of a step"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    *_, frame = traceback.walk_tb(error.__traceback__)
+    library = frame[0].f_globals.get("__name__", "").split(".")[0]
+    if isinstance(error, EXPECTED):
+        return text
+    return f"{text} ({type(error).__name__} of {library})" if library in GIVEN_SETTINGS else None
 
 
 def _run(argv: list[str]) -> int:
@@ -63,10 +95,13 @@ def _run(argv: list[str]) -> int:
         print(f"treetrain {__version__}")
         return 0
     if command not in COMMANDS:
-        raise ValueError(f"unknown command {command!r}; there are {', '.join(COMMANDS)}")
+        raise ValueError(f"unknown command {command!r}; {nearest(command, COMMANDS)}")
     return importlib.import_module(f"treetrain.cli.{command}").run(argv[1:])
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"treetrain: {' '.join(message.split())}", file=sys.stderr)
+    line = f"treetrain: {' '.join(message.split())}"
+    if len(line) > LONGEST:  # the end often says what to do
+        line = f"{line[: LONGEST - 125]} ... {line[-120:]}"
+    print(line, file=sys.stderr)
     return code

@@ -5,11 +5,15 @@ numpy, torch, transformers and rich are imported only where they are used, so th
 
 import argparse
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from treetrain.errors import nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +41,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `ValueError`; `argparse` would exit."""
-        raise ValueError(f"{message}; {self.prog} --help lists all options")
+        message = re.sub(r"^argument (--\w+)\S*: ", r"\1: ", re.sub(r"(?<!\.)\.$", "", message))
+        raise ValueError(f"{message}{'' if message.endswith('?') else ';'} {self.prog} --help lists all options")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options; before missing ones, since a mistyped option is missing too."""
+        options = self._option_string_actions
+        for word in args:
+            name = word.split("=")[0]
+            if re.match("-+[a-zA-Z]", name) and " " not in name and name not in options:
+                known = dict.fromkeys(each.replace("-", "_").lstrip("_") for each in options)
+                found = nearest(name.strip("-").replace("-", "_"), known).replace("mean ", "mean --")
+                self.error(f"unknown option {name}" + (f"; {found}" if found.startswith("did") else ""))
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            self.error(f"{extra[0]!r} is the value of no option")
+        return found, []
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {nearest(value, map(str, action.choices))}")
 
     def option(self, name: str, help: str, default: Any = None, **more: Any) -> None:
         """Add `--name`. Users may write `-` in place of `_`."""
@@ -91,7 +114,7 @@ def _key_and_path(text: str) -> tuple[str, str]:
     """An argparse type: KEY=PATH."""
     key, _, path = text.partition("=")
     if not (key and path):
-        raise argparse.ArgumentTypeError(f"{text}: expected KEY=PATH, such as reward=result.score, or PATH=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=PATH, such as reward=result.score, or PATH=VALUE")
     return key, path
 
 
@@ -99,11 +122,20 @@ def at_least(least: int) -> Callable[[str], int]:
     """An argparse type: an integer of `least` or more."""
 
     def whole_number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small; give at least {least}")
+        value = int(text) if text.lstrip("-").isdecimal() else None
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
         return value
 
     return whole_number
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    with suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f"""{text!r} is no JSON object; give one, such as '{{"r": 16}}'""")
 
 
 # ---- Inputs

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, at_least, console, find_shape, pairs, print_json, print_notes, read, table
+from treetrain.errors import nearest
 
 if TYPE_CHECKING:
     from treetrain.planning.simulate import Refused, Simulation
@@ -54,6 +56,8 @@ def run(argv: Sequence[str]) -> int:
     name = options.model
     if name.lower() in ModelShape.names():
         options.model = None
+    elif not Path(name).exists() and (found := nearest(name, ModelShape.names())).startswith("did"):
+        raise ValueError(f"--model {name} is no shape and no folder; {found}")
     shape = find_shape(options.model, None if options.model else name, dtype_bytes=device.dtype_bytes)
     counts = shape.counts.checkpointed(options.checkpointing)
     sizes = {size: getattr(options, size) for size in ("context", "tensor", "expert")}

@@ -1,5 +1,6 @@
 """`treetrain train`: from files of trajectories to a trained model folder, by `TreeTrainer`."""
 
+import dataclasses
 import json
 import os
 from argparse import Namespace
@@ -8,8 +9,8 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
-from treetrain.cli.common import Parser, at_least, print_notes, read
-from treetrain.errors import quoted
+from treetrain.cli.common import Parser, at_least, json_object, print_notes, read
+from treetrain.errors import nearest, quoted
 
 SUMMARY = (
     "From files of trajectories to a trained model folder; every shared prefix is computed once. A YAML file before "
@@ -32,14 +33,15 @@ def run(argv: Sequence[str]) -> int:
         print_notes(notes)
     trainer.how_to_resume = "the same command and --resume_from_checkpoint true"
     resume = arguments.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    result = trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
     trainer.log_metrics("train", result.metrics)
     if trainer.eval_dataset is not None:
         trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        print(f"the model is in {os.path.abspath(arguments.output_dir or '.')}")
+        what = "model" if options.lora is None else "adapter"
+        print(f"the {what} is in {os.path.abspath(arguments.output_dir or '.')}")
     return 0
 
 
@@ -59,7 +61,7 @@ def make_parser() -> Any:
     parser.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
     parser.option("ref_model", "The reference policy; not given: the model as it is before training.")
     text = """Train an adapter: options of peft.LoraConfig as JSON, '{"r": 16, "lora_alpha": 32}'."""
-    parser.option("lora", text, type=json.loads)
+    parser.option("lora", text, type=json_object)
     parser.option("ema_decay", "Keep a moving average of the weights, and save it as a model too (0.999).", type=float)
     text = "Stop after so many evaluations without a better metric_for_best_model."
     parser.option("early_stopping_patience", text, type=at_least(1))
@@ -140,6 +142,23 @@ def _words(path: str) -> list[str]:
     return words
 
 
+def _adapter(options: dict[str, Any]) -> Any:
+    """The `peft.LoraConfig` of `--lora`."""
+    from peft import LoraConfig
+
+    known = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
+    settings: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"--lora: peft.LoraConfig has no option {name!r}; {nearest(name, known)}")
+        if isinstance(value, str) and isinstance(known[name], int | float):
+            raise ValueError(f"--lora: {name} is {value!r}; give one like {json.dumps(known[name])}, without quotes")
+    try:
+        return LoraConfig(**settings)
+    except Exception as error:
+        raise ValueError(f"--lora: {error}") from error
+
+
 def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
     """The trainer of a run, and notes on its rows."""
     from transformers import EarlyStoppingCallback
@@ -149,6 +168,14 @@ def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
     from treetrain.models.loading import load_model, load_tokenizer
     from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
 
+    metric, when = arguments.metric_for_best_model, getattr(arguments.eval_strategy, "value", "no")
+    if when != "no" and not options.eval_data:
+        raise ValueError(f"--eval_strategy is {when}, and there are no rows to evaluate: give --eval_data")
+    if options.early_stopping_patience is not None and (metric is None or when == "no"):
+        raise ValueError(
+            "--early_stopping_patience counts evaluations without a better metric: give --eval_data, "
+            f"--eval_strategy (now {when}) and --metric_for_best_model (now {metric}), such as nll"
+        )
     found = read(options)
     eval_rows = read(options, options.eval_data).rows if options.eval_data else None
     tokenizer = found.tokenizer
@@ -166,9 +193,7 @@ def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
         callbacks.append(EarlyStoppingCallback(options.early_stopping_patience))
     adapter = None
     if options.lora is not None:
-        from peft import LoraConfig
-
-        adapter = LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options.lora)
+        adapter = _adapter(options.lora)
     trainer = TreeTrainer(
         model,
         arguments,

@@ -34,7 +34,7 @@ from treetrain.data.records import (
     messages_path,
 )
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError, quoted, shortened
+from treetrain.errors import DataError, nearest, quoted, shortened
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Records = Iterable[tuple[str, Record | DataError]]
@@ -209,8 +209,7 @@ def _named(name: str) -> Format:
         return known[name]
     own = entry_points(group=OWN_FORMATS)
     if name not in own.names:
-        names = ", ".join(("auto", *known, *sorted(own.names)))
-        raise ValueError(f"format {name!r} is unknown; known are {names}")
+        raise ValueError(f"unknown format {name!r}; {nearest(name, ('auto', *known, *sorted(own.names)))}")
     reader = own[name].load()
     return Format(name, "", lambda record: False, lambda record, notes: reader(record))
 
@@ -373,9 +372,10 @@ class _Reading:
                     check_vocabulary(trajectory.ids, self.limits[0])
                     check_positions(trajectory.id, len(trajectory), self.limits[1])
             except DataError as error:
+                message = str(error) if place in str(error) else f"{place}: {error}"
                 if self.on_error == "stop":
-                    raise DataError(f"{place}: {error}") from error
-                self.skipped.append(f"{place}: {error}")
+                    raise DataError(message) from error
+                self.skipped.append(message)
             else:
                 yield from made
 

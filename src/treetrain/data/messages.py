@@ -244,7 +244,7 @@ def clean_tools(tools: Any) -> Tools:
         except DataError as error:
             raise DataError(f"`tools`: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"`tools` is a string but no JSON ({error})") from error
+            raise DataError(f"`tools` is no JSON list of tool schemas ({error})") from error
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -212,7 +212,9 @@ def _token_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
     if array.size == 0:
         return np.zeros(0, np.int32)
     if array.dtype.kind not in "iu":
-        raise DataError(f"ids are of type {array.dtype}, expected whole numbers")
+        given = ids if isinstance(ids, list | tuple) else array.tolist()
+        wrong = next(each for each in given if not isinstance(each, int | np.integer) or isinstance(each, bool))
+        raise DataError(f"ids hold {quoted(wrong)}, a {type(wrong).__name__}; token ids are whole numbers")
     for bad, what in ((array < 0, "negative"), (array > MAX_TOKEN_ID, f"above {MAX_TOKEN_ID}")):
         if bad.any():
             at = int(bad.argmax())

@@ -36,7 +36,7 @@ from treetrain.engine.loss import (
     require_nonnegative_weights,
     weighted_means,
 )
-from treetrain.errors import DataError
+from treetrain.errors import DataError, nearest
 
 __all__ = [
     "KL_ESTIMATORS",
@@ -559,11 +559,11 @@ def by_name(name: str, **options: Any) -> Loss:
         ValueError: an unknown name or option, a missing option, or one out of its range.
     """
     if name not in LOSSES:
-        raise ValueError(f"unknown loss {name!r}; there are {', '.join(LOSSES)}")
+        raise ValueError(f"unknown loss {name!r}; {nearest(name, LOSSES)}")
     known = inspect.signature(LOSSES[name]).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
+        raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; {nearest(unknown[0], known)}")
     missing = [option for option, has in known.items() if has.default is REQUIRED and option not in options]
     if missing:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}, which has no default")

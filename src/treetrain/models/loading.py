@@ -6,12 +6,14 @@ template are in the folder presets; `examples/countdown/train_tokenizer.py` trai
 """
 
 import json
+import logging
+import pickle
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from treetrain.errors import DataError, UnsupportedModel
+from treetrain.errors import DataError, UnsupportedModel, shortened
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from treetrain.models.capability import Capabilities
 
+logger = logging.getLogger(__name__)
 TOKENIZER_FOLDER = Path(__file__).parent / "presets"
 PRESETS = {
     "tiny": {"layers": 4, "hidden": 256, "feed_forward": 768, "heads": 4, "kv_heads": 2},
@@ -28,6 +31,8 @@ PRESETS = {
 """Qwen3 models of 3.7 and 29.4 million parameters; the embedding is shared with the head."""
 _PRESETS = ", ".join(PRESETS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+_NO_CODE = {"trust_remote_code": False}
+"""transformers would ask on the terminal whether to run code of the model's own; here only an option says so."""
 _FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code", "code_revision")
 
 
@@ -55,12 +60,7 @@ def load_model(
         if options:
             raise ValueError(f"the preset {name!r} takes no options, got: {', '.join(sorted(options))}")
         return _preset_model(name, seed, "float32" if dtype == "auto" else dtype)
-    folder = _local_folder(name)
-    if folder is not None and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise DataError(
-            f"{folder} holds a LoRA adapter (adapter_config.json) and no model; name its base model here and put "
-            "the adapter on with peft.PeftModel.from_pretrained"
-        )
+    folder = _model_folder(name)
     source = str(folder or name)
     _check_source(name, source, options)
     import torch
@@ -68,10 +68,18 @@ def load_model(
 
     from treetrain.models.capability import with_softcap
 
+    given = {"ignore_mismatched_sizes": True, "output_loading_info": True} | _NO_CODE | options
+    reports = logging.getLogger("transformers.modeling_utils")
+    level = reports.level
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except (ValueError, OSError) as error:
+        reports.setLevel(logging.ERROR)  # its table of weights that do not fit; `_check_weights` says it in a line
+        model, found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **given)  # type: ignore[misc]
+    except Exception as error:  # whatever a library raises here is about the user's files
         raise _cannot_load("model", name, folder, error) from error
+    finally:
+        reports.setLevel(level)
+    if "ignore_mismatched_sizes" not in options:
+        _check_weights(name, found)
     if "experts_implementation" not in options and model.dtype == torch.float64:
         # transformers' default for experts, torch's grouped matmul, does not support float64.
         can_set = getattr(model, "_can_set_experts_implementation", None)  # not in every release of transformers
@@ -85,12 +93,12 @@ def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
     name = str(name_or_path)
     if name in PRESETS:
         return _preset_config(**PRESETS[name])
-    folder = _local_folder(name)
+    folder = _model_folder(name)
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(folder or name))
-    except (ValueError, OSError) as error:
+        return AutoConfig.from_pretrained(str(folder or name), **_NO_CODE)
+    except Exception as error:
         raise _cannot_load("configuration", name, folder, error) from error
 
 
@@ -116,8 +124,8 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
     if name in PRESETS:
         return AutoTokenizer.from_pretrained(TOKENIZER_FOLDER, local_files_only=True)
     try:
-        return AutoTokenizer.from_pretrained(str(folder or name), **options)
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(str(folder or name), **_NO_CODE | options)
+    except Exception as error:
         raise _cannot_load("tokenizer", name, folder, error) from error
 
 
@@ -209,8 +217,8 @@ def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
 
     try:
         passed = {key: options[key] for key in _FOR_CONFIG if key in options}
-        config = options.get("config") or AutoConfig.from_pretrained(source, **passed)
-    except (OSError, ValueError, KeyError):
+        config = options.get("config") or AutoConfig.from_pretrained(source, **_NO_CODE | passed)
+    except Exception:
         return
     try:
         check_config(config, **{k: options[k] for k in ("trust_remote_code", "attn_implementation") if k in options})
@@ -236,17 +244,64 @@ def _local_folder(name: str) -> Path | None:
     )
 
 
+def _model_folder(name: str) -> Path | None:
+    """`_local_folder`, which must hold a configuration."""
+    folder = _local_folder(name)
+    if folder is None or (folder / "config.json").is_file():
+        return folder
+    if (folder / "adapter_config.json").is_file():
+        raise DataError(
+            f"{folder} holds a LoRA adapter (adapter_config.json) and no model; name its base model here and put "
+            "the adapter on with peft.PeftModel.from_pretrained"
+        )
+    raise DataError(f"{folder} has no config.json, so it is no model's folder; save_pretrained writes one")
+
+
+def _check_weights(name: str, found: dict[str, Any]) -> None:
+    """Refuse a model some of whose weights are not those of its files: transformers would draw them at random.
+
+    Args:
+        found: transformers' loading info.
+
+    Raises:
+        DataError: weights are missing, or have another shape than in the configuration.
+    """
+    missing, unused = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    for key, stored, expected in sorted(found["mismatched_keys"]):
+        raise DataError(
+            f"{name}: {key} has shape {tuple(stored)} in the weight files and {tuple(expected)} by config.json; the "
+            "files are of another model, or of another configuration"
+        )
+    if missing:
+        raise DataError(
+            f"{name}: the weight files lack {len(missing)} of the model's weights, e.g. {missing[0]}; they would be "
+            "random. Save the whole model, or pass ignore_mismatched_sizes=True to load_model if they are to be trained"
+        )
+    if unused:
+        logger.warning("%s: %d weights of its files are not in the model, e.g. %s", name, len(unused), unused[0])
+
+
 def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) -> DataError | UnsupportedModel:
-    """The error to raise in place of transformers' OSError (missing files) or ValueError (unknown model type)."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The error to raise in place of one of transformers, or of a library below it."""
+    reason = shortened(" ".join(str(error).split()) or type(error).__name__, 160)
+    if isinstance(error, pickle.UnpicklingError):
+        return DataError(
+            f"{name}: its pickled weights hold more than tensors, and are not loaded, since a pickle can run code; "
+            "save them as safetensors where you trust them"
+        )
+    if "trust_remote_code" in str(error):
+        return UnsupportedModel(
+            f"{name} brings code of its own, which is not run; use a model that transformers knows, or in Python load "
+            "it with trust_remote_code=True"
+        )
     if isinstance(error, ValueError) and what != "tokenizer":
         return UnsupportedModel(f"{name} holds no {what} that transformers knows: {reason}")
     if folder is not None:
-        return DataError(f"the {what} in {folder} cannot be read: {reason}")
+        cure = "; the file is torn, copy it again" if type(error).__name__ == "SafetensorError" else ""
+        return DataError(f"the {what} in {folder} cannot be read: {reason}{cure}")
     return DataError(
-        f"there is no folder and no preset {name!r} (presets: {_PRESETS}), and as a hub id its {what} could not be "
-        f"had, neither from the local cache nor from the hub: {reason}. Check the spelling and the network, or give "
-        "a local folder"
+        f"{name!r} is no folder and no preset ({_PRESETS}), and as a hub id its {what} cannot be had: "
+        f"{reason.split('. ')[0]}. Check the spelling and the network, or give a local folder"
     )
 
 

@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.errors import UnsupportedModel
+from treetrain.errors import UnsupportedModel, nearest
 from treetrain.planning.devices import SLACK, Device, head_chunk_rows
 from treetrain.planning.plan import Plan, heights
 from treetrain.tree.assemble import Int64s
@@ -195,7 +195,7 @@ class ModelShape:
             ValueError: any other name.
         """
         if name.lower() not in _NAMED:
-            raise ValueError(f"no model shape is named {name!r}; there are {', '.join(_NAMED)}")
+            raise ValueError(f"no model shape is named {name!r}; {nearest(name, _NAMED)}")
         sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
         *numbers, tied, experts, chosen = _NAMED[name.lower()]
         return cls(**dict(zip(sizes, numbers)), tied=bool(tied), experts=experts, experts_per_token=chosen)

@@ -12,6 +12,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from treetrain.errors import nearest
+
 USABLE = {"cpu": 0.8, "cuda": 0.9}
 """How much of a device's free memory a step may use: predictions err by up to a tenth, and a CPU's memory is shared."""
 AMPLE = 2
@@ -164,13 +166,17 @@ def find_device(name_or_file: str) -> Device:
         return DEVICES[name_or_file.lower()]
     path = Path(name_or_file).expanduser()
     if not path.is_file():
-        raise ValueError(f"no device is named {name_or_file!r} and no such file is there; names: {', '.join(DEVICES)}")
+        raise ValueError(f"no device is named {name_or_file!r} and no file either; {nearest(name_or_file, DEVICES)}")
     try:
         figures: dict[str, Any] = {"name": path.stem} | tomllib.loads(path.read_text(encoding="utf-8"))
-        return Device(**figures)
-    except (OSError, ValueError, TypeError) as error:
-        keys = ", ".join(field.name for field in dataclasses.fields(Device))
-        raise ValueError(f"{path} is no device's description ({error}); give TOML with the keys {keys}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no TOML file of a device's figures (docs/distributed.md): {error}") from error
+    required = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Device)}
+    for key in figures.keys() - required.keys():
+        raise ValueError(f"{path}: a device has no figure {key!r}; {nearest(key, required)}")
+    if missing := [name for name in required if required[name] and name not in figures]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; docs/distributed.md says what they are")
+    return Device(**figures)
 
 
 def _gpu(name: str, teraflops: float, gigabytes: float, terabytes: float, link: float, network: float) -> Device:

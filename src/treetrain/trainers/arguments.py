@@ -1,16 +1,22 @@
-"""The arguments of a `TreeTrainer`: those of `transformers.Trainer`, and those of trees, losses and rollouts; Muon."""
+"""The arguments of a `TreeTrainer`: those of `transformers.Trainer`, and those of trees, losses and rollouts."""
 
+import contextlib
+import inspect
+import json
+import math
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
+from treetrain.data.advantages import group_advantages
+from treetrain.errors import nearest
 from treetrain.planning.make import Bytes, parse_budget
 
-MUON = "muon"
-"""A value of `optim` that transformers does not have."""
 REFUSED: dict[str, str] = {
     "per_device_train_batch_size": "steps are filled with whole groups: set tokens_per_step, and "
     "gradient_accumulation_steps to run a step in several calls",
@@ -27,6 +33,12 @@ REFUSED: dict[str, str] = {
     "use_liger_kernel": "its fused loss takes the place of the head that trees are scored by",
 }
 """Arguments of transformers that would be ignored or would not be exact, and what to do instead."""
+FROM_ONE = ("gradient_accumulation_steps", "tokens_per_step", "updates_per_batch", "minibatches")
+FROM_ZERO = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"),
+    *("warmup_steps", "logging_steps", "eval_steps", "save_steps"),
+)
+"""Arguments and their least values. transformers does not check them, or only when training begins."""
 
 
 @dataclass
@@ -36,8 +48,6 @@ class TreeArguments(TrainingArguments):
     Raises:
         ValueError: an argument that this trainer does not support; the message says what to set instead.
     """
-
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "loss_kwargs", "advantage_kwargs"]
 
     execution: str = field(
         default="tree",
@@ -99,9 +109,14 @@ class TreeArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.execution not in ("tree", "linear"):
             raise ValueError(f"execution is {self.execution!r}; allowed are 'tree' and 'linear'")
-        for name in ("tokens_per_step", "updates_per_batch", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number from 1")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{each.name} is {value}; give a finite number")
+        for least, names in ((1, FROM_ONE), (0, FROM_ZERO)):
+            for name in names:
+                if (value := getattr(self, name)) is not None and value < least:
+                    raise ValueError(f"{name} is {value}; give a number from {least}")
         if self.target_kl is not None and self.updates_per_batch * self.minibatches == 1:
             raise ValueError(f"target_kl is {self.target_kl}, which needs updates_per_batch or minibatches above 1")
         if isinstance(parse_budget(self.budget), Bytes) and self.execution == "linear":
@@ -110,76 +125,31 @@ class TreeArguments(TrainingArguments):
         for name, instead in REFUSED.items():
             if getattr(self, name) not in (defaults[name], None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which TreeTrainer does not take: {instead}")
-        muon = self.optim == MUON
-        if muon:  # unknown to transformers, which checks the name
-            self.optim = "adamw_torch"
+        if self.optim_args and not all("=" in pair for pair in self.optim_args.split(",")):
+            raise ValueError(f"optim_args is {self.optim_args!r}; give pairs, such as 'eps=1e-6,foreach=false'")
+        self._read_dictionaries()
         super().__post_init__()
-        self.optim = MUON if muon else self.optim
+        for name in self.report_to:  # type: ignore[union-attr]
+            if name not in INTEGRATION_TO_CALLBACK:
+                raise ValueError(f"report_to is {name!r}; {nearest(name, ('none', *INTEGRATION_TO_CALLBACK))}")
+            if name not in get_available_reporting_integrations() and name != "flyte":
+                raise ValueError(f"report_to is {name!r}, which is not installed: install it, or set report_to to none")
         if self.n_gpu > 1:
             raise ValueError(
                 f"this process sees {self.n_gpu} GPUs, and a process trains on one: start one for each "
                 f"(torchrun --nproc-per-node {self.n_gpu}), or show it one by CUDA_VISIBLE_DEVICES"
             )
-        for name in ("loss_kwargs", "advantage_kwargs"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise ValueError(f"{name} is {value!r}; give a JSON object")
 
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` over one list of groups and one state.
-
-    Muon takes the matrices of hidden layers; AdamW takes embeddings, head, vectors (not decayed), and arrays of more
-    dimensions, such as stacked experts. Muon's updates are scaled to the size of AdamW's, so that one learning rate
-    serves both. A schedule drives both, and states are saved and loaded as those of any optimiser.
-
-    Args:
-        model: whose trained parameters are updated.
-
-    Raises:
-        ValueError: no matrix of a hidden layer is trained.
-    """
-
-    def __init__(self, model: Any, *, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> None:
-        outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        outer += [model.get_input_embeddings(), model.get_output_embeddings()]
-        elsewhere = {id(p) for module in outer if module is not None for p in module.parameters()}
-        hidden, arrays, vectors = [], [], []
-        for p in (p for p in model.parameters() if p.requires_grad):
-            (hidden if p.ndim == 2 and id(p) not in elsewhere else arrays if p.ndim > 1 else vectors).append(p)
-        if not hidden:
-            raise ValueError("optim is muon, but no matrix of a hidden layer is trained; use adamw_torch")
-        shared: Any = {"lr": lr, "weight_decay": weight_decay}
-        muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **shared)
-        self.members: list[torch.optim.Optimizer] = [muon]
-        groups = [{"params": arrays}, {"params": vectors, "weight_decay": 0.0}]
-        if groups := [group for group in groups if group["params"]]:
-            self.members.append(torch.optim.AdamW(groups, betas=betas, eps=eps, **shared))
-        super().__init__([group for member in self.members for group in member.param_groups], {})
-        self._share()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each."""
-        if closure is not None:
-            raise ValueError("MuonWithAdamW takes no closure, which would be evaluated twice")
-        for member in self.members:
-            member.step()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`."""
-        super().load_state_dict(state_dict)
-        self._share()  # loading makes new groups and a new state
-
-    def _share(self) -> None:
-        for member, groups in zip(self.members, (self.param_groups[:1], self.param_groups[1:])):  # Muon has one group
-            member.param_groups, member.state = groups, self.state
-
-
-def muon_and_options(args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """A factory as `Trainer(optimizer_cls_and_kwargs=...)` takes it, and its options."""
-    if args.optim_args:
-        raise ValueError(f"optim_args is {args.optim_args!r}, and optim muon takes none: leave it out")
-    betas = args.adam_beta1, args.adam_beta2
-    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "betas": betas, "eps": args.adam_epsilon}
-    return lambda: MuonWithAdamW, options
+    def _read_dictionaries(self) -> None:
+        """Read options that are given as JSON, and check the names of those of `group_advantages`."""
+        for name in ("loss_kwargs", "advantage_kwargs", "lr_scheduler_kwargs"):
+            value = given = getattr(self, name)
+            with contextlib.suppress(ValueError):
+                value = json.loads(given) if isinstance(given, str) else given
+            if not isinstance(value, dict | None):
+                raise ValueError(f"""{name} is {given!r}; give a JSON object, such as '{{"name": 0.1}}'""")
+            setattr(self, name, value)
+        known = [each for each in inspect.signature(group_advantages).parameters if each != "trajectories"]
+        for name in self.advantage_kwargs or ():
+            if name not in known:
+                raise ValueError(f"advantage_kwargs: group_advantages has no option {name!r}; {nearest(name, known)}")

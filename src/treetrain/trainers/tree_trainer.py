@@ -15,7 +15,7 @@ from functools import cached_property, reduce
 from itertools import islice
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,13 +37,13 @@ from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, as_lo
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance
 from treetrain.engine.runtime import expandable_segments
-from treetrain.errors import DataError
+from treetrain.errors import DataError, nearest
 from treetrain.losses import PolicyLoss
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
-from treetrain.trainers.arguments import MUON, TreeArguments, muon_and_options
+from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin, save_whole
-from treetrain.trainers.groups import Call, StepSampler, step_loader
+from treetrain.trainers.groups import Call, StepSampler, make_groups, step_loader
 from treetrain.tree.build import as_tree
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
@@ -342,6 +342,35 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     # ---- Evaluation ----
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """See `transformers.Trainer.train`; refuses an unknown `metric_for_best_model` before the first step."""
+        self._check_best_metric()
+        return super().train(*args, **kwargs)
+
+    def _check_best_metric(self) -> None:
+        """Compare `metric_for_best_model` with the names that an evaluation of some rows would give.
+
+        Raises:
+            ValueError: it is none of them. transformers would say so after the first evaluation.
+        """
+        wanted, sets = self.args.metric_for_best_model, cast(Any, self.eval_dataset)
+        ours = type(self).evaluate is Trainer.evaluate and type(self).evaluation_loop is TreeTrainer.evaluation_loop
+        if wanted is None or not sets or not ours:
+            return
+        known: list[str] = []
+        for name, rows in sets.items() if isinstance(sets, dict) else [("", sets)]:
+            groups = ([rows[number] for number in group] for group in make_groups(rows))
+            group = next((group for group in groups if any(row.weights.any() for row in group)), [])
+            members, loss, _ = self._held_out(group)
+            found = {"nll": 0.0, "trained_tokens": 0.0}
+            if loss is not None and group:
+                scores = torch.full((sum(max(len(row) - 1, 0) for row in members),), -1.0)
+                facts = Facts(members, dtype=scores.dtype)
+                found |= {"loss": 0.0} | loss.packed(scores, -scores, facts)[1]
+            known += [f"{name}_{metric}" if name else metric for metric in found]
+        if wanted.removeprefix("eval_") not in (*known, "runtime", "samples_per_second", "steps_per_second"):
+            raise ValueError(f"no evaluation gives metric_for_best_model={wanted!r}; {nearest(wanted, known)}")
+
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -422,11 +451,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[Any]:
         # FSDP2 casts by itself.
         return contextlib.nullcontext() if engine.collective else self.accelerator.autocast()
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """See `transformers.Trainer`; knows `optim="muon"` too."""
-        return muon_and_options(args) if args.optim == MUON else Trainer.get_optimizer_cls_and_kwargs(args, model)
 
 
 # ---- Losses, and the facts that they need
