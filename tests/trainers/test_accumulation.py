@@ -6,7 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from treetrain.engine.deferred import Deferral
 from treetrain.trainers.batches import model_inputs
 from treetrain.trainers.share_prefixes import StepScores
 
@@ -22,18 +24,39 @@ def rows_of(inputs):
     return Rows(ids, [np.ones(len(row) - 1, bool) for row in ids])
 
 
+class Tree:
+    """Stands for `Scored`: a score is a token's id; the parameter gets the sum of the leaves' gradients."""
+
+    def __init__(self, ids, note, weight):
+        self.logprobs = [torch.tensor(row[1:], dtype=torch.float32, requires_grad=True) for row in ids]
+        self.deferral, self.note, self.weight = Deferral("a tree", [weight]), note, weight
+        for leaf in self.logprobs:
+            self.deferral.watch(leaf)
+
+    def drop_gradients(self):
+        self.deferral.arrived = False
+        for leaf in self.logprobs:
+            leaf.grad = None
+
+    def backward(self, sync):
+        assert not sync
+        arrived = sum(float(leaf.grad.sum()) for leaf in self.logprobs if leaf.grad is not None)
+        with self.deferral.lifted():
+            (arrived * self.weight).backward()
+        self.note()
+
+
 class Scores:
-    """Stands for the engine: a score is a token's id; notes what it was asked and when its backward came."""
+    """Stands for the engine; notes what it was asked and the order of the trees' backwards."""
 
     def __init__(self):
-        self.asked, self.log = [], []
+        self.asked, self.log, self.weight = [], [], nn.Parameter(torch.ones(()))
 
     def run(self, tree, masks):
         ids = [row.ids for row in tree.trajectories]
         self.asked.append([row.tolist() for row in ids])
-        leaves = [torch.tensor(row[1:], dtype=torch.float32, requires_grad=True) for row in ids]
         number = len(self.asked) - 1
-        return SimpleNamespace(logprobs=leaves, backward=lambda sync: self.log.append((number, sync)))
+        return Tree(ids, lambda: self.log.append(number), self.weight)
 
 
 def batch(*rows):
@@ -48,7 +71,7 @@ def scores():
     return Scores()
 
 
-def steps_with(batches, trainer=None):
+def steps_with(batches, scores, trainer=None):
     steps = StepScores(trainer or SimpleNamespace(), rows_of)
     steps.begin_step(batches)
     return steps
@@ -59,86 +82,131 @@ def ask(steps, scores, inputs, **options):
     return scored.logprobs[own]
 
 
+def train(steps, scores, inputs, *, last=False, **options):
+    """A training step whose loss is the sum of the scores."""
+    with steps.micro_batch():
+        found = ask(steps, scores, inputs, **options)
+        sum(row.sum() for row in found).backward()
+    steps.settle(everything=last)
+    steps.end_micro_batch(last=last)
+    return found
+
+
+def predictions(*batches):
+    """How many predictions some micro-batches have: the gradient that the parameter should get."""
+    return sum(inputs["input_ids"][:, 1:].numel() for inputs in batches)
+
+
 def test_all_micro_batches_of_a_step_are_scored_at_once_and_run_backward_once_after_the_last(scores):
-    steps = steps_with([FIRST, SECOND, THIRD])
-    for number, inputs in enumerate((FIRST, SECOND, THIRD)):
-        steps.next_micro_batch()
-        found = ask(steps, scores, inputs)
+    steps = steps_with([FIRST, SECOND, THIRD], scores)
+    for inputs in (FIRST, SECOND, THIRD):
+        assert scores.log == []
+        found = train(steps, scores, inputs, last=inputs is THIRD)
         assert [row.tolist() for row in found] == inputs["input_ids"][:, 1:].tolist()
-        assert steps.backward(sync=number == 2) == [] or number == 2
     assert len(scores.asked) == 1 and len(scores.asked[0]) == 6
-    assert scores.log == [(0, True)]
+    assert scores.log == [0] and scores.weight.grad == predictions(FIRST, SECOND, THIRD)
 
 
 def test_the_next_step_is_scored_anew(scores):
-    steps = steps_with([FIRST, SECOND])
+    steps = steps_with([FIRST, SECOND], scores)
     for _ in range(2):
         steps.begin_step([FIRST, SECOND])
         for inputs in (FIRST, SECOND):
-            steps.next_micro_batch()
-            ask(steps, scores, inputs)
-            steps.backward(sync=inputs is SECOND)
-    assert len(scores.asked) == 2 and scores.log == [(0, True), (1, True)]
+            train(steps, scores, inputs, last=inputs is SECOND)
+    assert len(scores.asked) == 2 and scores.log == [0, 1]
 
 
 def test_rows_that_come_otherwise_than_foreseen_are_scored_by_themselves(scores):
-    steps = steps_with([FIRST, SECOND])
-    steps.next_micro_batch()
-    assert [row.tolist() for row in ask(steps, scores, THIRD)] == [[6, 4], [4, 4]]
-    ask(steps, scores, FIRST)
-    assert [len(rows) for rows in scores.asked] == [2, 4]
-    assert len(steps.backward(sync=False)) == 1
-    steps.next_micro_batch()
-    ask(steps, scores, THIRD)
-    ask(steps, scores, SECOND)
+    steps = steps_with([FIRST, SECOND], scores)
+    with steps.micro_batch():
+        unforeseen = ask(steps, scores, THIRD)
+        assert [row.tolist() for row in unforeseen] == [[6, 4], [4, 4]]
+        foreseen = ask(steps, scores, FIRST)
+        assert [len(rows) for rows in scores.asked] == [2, 4]
+        sum(row.sum() for row in [*unforeseen, *foreseen]).backward()
+    assert len(steps.settle(everything=False)) == 1
+    steps.end_micro_batch(last=False)
+    with steps.micro_batch():
+        sum(row.sum() for row in [*ask(steps, scores, THIRD), *ask(steps, scores, SECOND)]).backward()
     assert [len(rows) for rows in scores.asked] == [2, 4, 2]
-    steps.backward(sync=True)
-    assert scores.log == [(0, False), (1, False), (2, True)]  # gradients are averaged after the last alone
+    steps.settle(everything=True)
+    assert scores.log == [0, 1, 2] and scores.weight.grad == predictions(THIRD, FIRST, THIRD, SECOND)
 
 
 def test_another_mask_is_another_question(scores):
-    steps = steps_with([FIRST, SECOND])
-    steps.next_micro_batch()
-    ask(steps, scores, FIRST)
-    steps.next_micro_batch()
-    rows = rows_of(SECOND)
-    steps.score("model", rows._replace(masks=[~mask for mask in rows.masks]), scores.run)
+    steps = steps_with([FIRST, SECOND], scores)
+    train(steps, scores, FIRST)
+    with steps.micro_batch():
+        rows = rows_of(SECOND)
+        steps.score("model", rows._replace(masks=[~mask for mask in rows.masks]), scores.run)
     assert [len(rows) for rows in scores.asked] == [4, 2]
 
 
 def test_scores_without_gradient_and_those_of_a_reference_are_their_own(scores):
-    steps = steps_with([FIRST, SECOND])
-    steps.next_micro_batch()
-    ask(steps, scores, FIRST)
-    with torch.no_grad():
-        ask(steps, scores, FIRST)
-        steps.score("reference", rows_of(FIRST), scores.run)
-    assert len(scores.asked) == 3
-    steps.next_micro_batch()
-    ask(steps, scores, SECOND)
-    with torch.no_grad():
-        steps.score("reference", rows_of(SECOND), scores.run)
-    assert len(scores.asked) == 3
-    steps.backward(sync=True)
-    assert scores.log == [(0, True)]
+    steps = steps_with([FIRST, SECOND], scores)
+    for inputs in (FIRST, SECOND):
+        with steps.micro_batch():
+            sum(row.sum() for row in ask(steps, scores, inputs)).backward()
+            with torch.no_grad():
+                if inputs is FIRST:
+                    ask(steps, scores, inputs)
+                steps.score("reference", rows_of(inputs), scores.run)
+        assert len(scores.asked) == 3
+    steps.settle(everything=True)
+    assert scores.log == [0]
 
 
 def test_what_depends_on_the_whole_batch_is_scored_alone(scores):
-    steps = steps_with([FIRST, SECOND])
+    steps = steps_with([FIRST, SECOND], scores)
     for inputs in (FIRST, SECOND):
-        steps.next_micro_batch()
-        ask(steps, scores, inputs, together=False)
-        steps.backward(sync=inputs is SECOND)
-    assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [(0, False), (1, True)]
+        train(steps, scores, inputs, together=False)
+    assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [0, 1]
 
 
 def test_without_a_loop_that_names_its_micro_batches_each_is_scored_alone(scores):
     steps = StepScores(SimpleNamespace(), rows_of)
     for inputs in (FIRST, SECOND):
-        steps.next_micro_batch()
-        ask(steps, scores, inputs)
-        steps.backward(sync=True)
-    assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [(0, True), (1, True)]
+        train(steps, scores, inputs)
+    assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [0, 1]
+
+
+def test_several_trees_of_a_micro_batch_are_not_alive_at_once(scores):
+    steps = steps_with([FIRST], scores)
+    with steps.micro_batch():
+        for number, inputs in enumerate((FIRST, SECOND, THIRD)):
+            found = ask(steps, scores, inputs)
+            assert scores.log == list(range(number))
+            sum(row.sum() for row in found).backward()
+
+
+def test_gradients_that_are_needed_early_run_through_the_tree_and_the_rest_is_scored_again(scores):
+    steps = steps_with([FIRST, SECOND, THIRD], scores)
+    train(steps, scores, FIRST)
+    steps.settle(everything=True)
+    assert scores.log == [0] and scores.weight.grad == predictions(FIRST)
+    train(steps, scores, SECOND)
+    train(steps, scores, THIRD, last=True)
+    assert [len(rows) for rows in scores.asked] == [6, 4]
+    assert scores.log == [0, 1] and scores.weight.grad == predictions(FIRST, SECOND, THIRD)
+
+
+def test_trees_that_are_cut_again_and_again_are_made_no_more(scores):
+    steps = steps_with([], scores)
+    with pytest.warns(UserWarning, match="between the micro-batches"):
+        for _ in range(3):
+            steps.begin_step([FIRST, SECOND])
+            for inputs in (FIRST, SECOND):
+                train(steps, scores, inputs, last=inputs is SECOND)
+                steps.settle(everything=True)
+    assert [len(rows) for rows in scores.asked] == [4, 2, 4, 2, 2, 2]
+
+
+def test_dropped_gradients_are_not_trained_and_the_tree_goes_on(scores):
+    steps = steps_with([FIRST, SECOND], scores)
+    train(steps, scores, FIRST)
+    scores.weight.grad = None
+    train(steps, scores, SECOND, last=True)
+    assert len(scores.asked) == 1 and scores.weight.grad == predictions(SECOND)
 
 
 def generated(prompt, *completions):
@@ -159,9 +227,9 @@ def test_generated_micro_batches_are_known_up_to_the_next_generation(scores, ste
     trainer = SimpleNamespace(
         args=SimpleNamespace(steps_per_generation=4), num_iterations=2, _step=step, _buffered_inputs=buffered
     )
-    steps = steps_with([None] * 3, trainer)
-    steps.next_micro_batch()
-    ask(steps, scores, batch([5, 6, known[0]]))
+    steps = steps_with([None] * 3, scores, trainer)
+    with steps.micro_batch():
+        ask(steps, scores, batch([5, 6, known[0]]))
     assert scores.asked == [[[5, 6, number] for number in known]]
 
 
@@ -173,9 +241,7 @@ def test_completions_alone_are_predicted_and_their_padding_is_not():
 
 def test_micro_batches_that_share_next_to_nothing_are_scored_alone(scores):
     apart = [batch([5, 6, 7], [5, 6, 8]), batch([1, 2, 3], [1, 2, 4])]
-    steps = steps_with(apart)
+    steps = steps_with(apart, scores)
     for inputs in apart:
-        steps.next_micro_batch()
-        ask(steps, scores, inputs)
-        steps.backward(sync=inputs is apart[1])
-    assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [(0, False), (1, True)]
+        train(steps, scores, inputs)
+    assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [0, 1]

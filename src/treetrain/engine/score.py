@@ -245,6 +245,12 @@ class Scored:
         kinds = "logprobs", "entropies", "values", "aux_loss"
         return [leaf for kind in kinds for leaf in self._leaves.get(kind, ())]
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients that the leaves have received."""
+        self.deferral.arrived = False
+        for leaf in self.leaves:
+            leaf.grad = None
+
     def backward(self, *, sync: bool = True) -> None:
         """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
 

@@ -2,13 +2,17 @@
 
 The trainers ask their model for the log-probabilities of a batch and compute the loss from them. Here the model's
 forward answers these calls: it recovers the rows of the batch, scores them as a prefix tree (`TreeEngine.score`) and
-returns leaves in the shape that the trainer expects. The trainer's own backward ends in the leaves; their gradients
-then go through the tree once, before `Accelerator.backward` returns. No loss, metric or schedule is copied.
+returns leaves in the shape that the trainer expects. The trainer's own backward ends in the leaves, and their gradients
+wait in ``.grad`` (`treetrain.engine.deferred`) until they run through the tree, once. That is at the end of the last
+training step whose rows the tree holds, or when something needs the gradients earlier. No loss, metric or schedule is
+copied.
 """
 
 import functools
 import inspect
 import time
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +21,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.executor import gradients_aside
 from treetrain.engine.model_state import switches_of
 from treetrain.engine.score import Scored
 from treetrain.errors import UnsupportedModel
@@ -50,6 +56,8 @@ TRL_VERSION = "1.16"
 _FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
 SEAMS: dict[str, Seam] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
 """The seam of each TRL trainer, by class name."""
+CUTS = 2
+"""Micro-batches are scored together until so many joint trees were cut, because gradients were needed early."""
 HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
 """Module prefixes of trainers whose compute_loss passes the batch to that of `transformers.Trainer`."""
 
@@ -70,20 +78,20 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
             difference, and stop if it is too large.
 
     Returns:
-        the same object; its class is now a subclass of the one it had, with `SharePrefixesMixin`.
+        the same object; its class is now a subclass of the one it had.
 
     Raises:
         UnsupportedModel: the model would not be exact on a tree.
         ValueError: a setting of the trainer that cannot be exact (the message says what to change), or an unsupported
             version of TRL.
     """
-    if isinstance(trainer, SharePrefixesMixin):
+    if isinstance(trainer, SharesPrefixes):
         raise ValueError("this trainer shares prefixes already; call share_prefixes once")
     if not isinstance(trainer, Trainer):
         raise TypeError(f"share_prefixes takes a transformers.Trainer or a subclass, not a {type(trainer).__name__}")
     sharing = PrefixSharing(trainer, budget, check)
     plain = type(trainer)
-    trainer.__class__ = type(plain.__name__, (SharePrefixesMixin, plain), {"__doc__": plain.__doc__})
+    trainer.__class__ = type(plain.__name__, (SharesPrefixes, plain), {"__doc__": plain.__doc__})
     trainer.prefix_sharing = sharing  # type: ignore[attr-defined]
     return trainer
 
@@ -91,15 +99,21 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
 class SharePrefixesMixin:
     """Shared prefixes for subclasses of trainers: ``class MyTrainer(SharePrefixesMixin, DPOTrainer)``.
 
+    Its ``__init__`` ends with `share_prefixes`, which works around the methods that the subclass overrides.
+
     Args:
         budget, check: see `share_prefixes`; all other arguments are the trainer's.
     """
 
-    prefix_sharing: "PrefixSharing"
-
     def __init__(self, *args: Any, budget: int | str | Bytes | None = None, check: bool = True, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.prefix_sharing = PrefixSharing(self, budget, check)
+        share_prefixes(self, budget, check=check)  # type: ignore[type-var]
+
+
+class SharesPrefixes:
+    """The methods that `share_prefixes` puts around those of a trainer."""
+
+    prefix_sharing: "PrefixSharing"
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Get the micro-batches of the next optimizer step, which are scored as one tree if they share prefixes."""
@@ -112,8 +126,8 @@ class SharePrefixesMixin:
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the trainer's training step; its backward continues through the tree."""
-        with self.prefix_sharing.training_step():
+        """Run the trainer's training step, and the backward of the trees whose rows have all been trained."""
+        with self.prefix_sharing.training_step(model):
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -126,8 +140,7 @@ class SharePrefixesMixin:
     ) -> Any:
         """Run the trainer's evaluation; if logits are wanted, the model's own forward computes them."""
         sharing = self.prefix_sharing
-        sharing.steps.begin_step([])  # scores of the last step come from older weights
-        with replaced(sharing, logits_wanted=not prediction_loss_only):
+        with replaced(sharing, logits_wanted=not prediction_loss_only), replaced(sharing.steps, in_micro_batch=False):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -148,9 +161,8 @@ class FusedHead(NamedTuple):
         """Read the settings from TRL's closure around the model's forward; without one use the defaults."""
         forward: Any = causal_lm(model).forward
         while forward is not None:
-            function = getattr(forward, "__func__", forward)
-            if "cast_lm_head_to_fp32" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
-                given = inspect.getclosurevars(function).nonlocals
+            if _is_fused(forward):
+                given = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
                 if given["cast_lm_head_to_fp32"]:
                     raise ValueError(
                         "cast_lm_head_to_fp32=True: the head runs in the model's dtype here; set it to False"
@@ -158,6 +170,12 @@ class FusedHead(NamedTuple):
                 return cls(float(given["temperature"]), tuple(given["outputs"]))
             forward = getattr(forward, "__wrapped__", None)
         return cls()
+
+
+def _is_fused(forward: Any) -> bool:
+    """Whether this is the forward that TRL's `add_fused_lm_head` installs."""
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    return "cast_lm_head_to_fp32" in getattr(code, "co_freevars", ())
 
 
 class PrefixSharing:
@@ -173,7 +191,7 @@ class PrefixSharing:
         self.steps = StepScores(trainer, self._rows_of)
         self.in_loss = self.logits_wanted = False
         self._engines: dict[tuple[int, float], TreeEngine] = {}
-        self._awaits_backward = False
+        self._averaged: list[Any] = []  # the gradients that were averaged over the processes last
         self._counts: Counter[str] = Counter()  # sums since the last logs
         self._logged_once: dict[str, float] = {}
         self._trees = 0
@@ -186,17 +204,11 @@ class PrefixSharing:
         for model, head in zip(models, heads):
             self._engine(model, head)  # raises before any forward is replaced
         for model, head in zip(models, heads):
-            self._replace_forward(model, head)
-
-    def _replace_forward(self, model: nn.Module, head: FusedHead) -> None:
-        """Let the model's forward answer calls for log-probabilities from a tree, and all others as before."""
-        plain = model.forward
-
-        @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._forward(model, plain, head, args, kwargs)
-
-        model.forward = forward
+            model.forward = TreeForward(self, model, head)
+        self._head = heads[0]
+        if trainer.accelerator.num_processes > 1:
+            settle = _weakly(self._before_step)
+            register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: settle(optimizer))
 
     def _engine(self, model: nn.Module, head: FusedHead) -> TreeEngine:
         key = (id(model), head.temperature)
@@ -212,27 +224,56 @@ class PrefixSharing:
     # ---- The trainer's methods run within these ----
 
     @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Inside the block, `Accelerator.backward` also runs the tree's backward."""
-        accelerator, self._awaits_backward = self.trainer.accelerator, False
-        self.steps.next_micro_batch()
-        plain = accelerator.backward
+    def training_step(self, model: nn.Module) -> Iterator[None]:
+        """Inside the block trees may hold rows of several micro-batches. After it, no gradient waits for them in vain.
 
-        def backward(loss: Tensor, **kwargs: Any) -> None:
-            plain(loss, **kwargs)
-            self._awaits_backward = False
-            for scored in self.steps.backward(sync=accelerator.sync_gradients):
+        Whatever else the trainer does to gradients comes after the last micro-batch, so what waits then is settled.
+        """
+        if self.steps.in_micro_batch:  # a training step within another
+            yield
+            return
+        self.wrapped = model
+        with self.steps.micro_batch():
+            yield
+        last = self.trainer.accelerator.sync_gradients
+        self.settle(everything=last, average=last)
+        self.steps.end_micro_batch(last=last)
+
+    def settle(self, *, everything: bool = True, average: bool | None = None) -> None:
+        """Run gradients that wait through their trees.
+
+        Args:
+            everything: also trees that hold rows of micro-batches to come, which are then scored again.
+            average: average gradients over the processes, unless these have been; None: as DistributedDataParallel
+                does, if this is the last micro-batch.
+        """
+
+        def run() -> tuple[None, None]:
+            for scored in self.steps.settle(everything=everything):
                 if self._timed is not None and scored is self._timed[0]:
                     _, started, plain_seconds = self._timed
                     self._logged_once["tree/measured_speedup"] = plain_seconds / (self._now() - started)
+            return None, None
 
-        with replaced(accelerator, backward=backward):
-            yield
-        if self._awaits_backward:
-            raise RuntimeError(
-                "the training step ended before Accelerator.backward was called, so its gradients have not reached the "
-                "model; call self.accelerator.backward(loss) where the trainer calls loss.backward()"
-            )
+        engine = self._engine(self.wrapped, self._head)
+        average = self.trainer.accelerator.sync_gradients if average is None else average
+        if engine.ranks.alone or not average:
+            run()
+        elif self.steps.gradients_wait or self._gradients(engine) != self._averaged:
+            engine.ranks.agree("the backward of the step's trees", run)
+            engine.average_gradients()
+            self._averaged = self._gradients(engine)
+
+    @staticmethod
+    def _gradients(engine: TreeEngine) -> list[Any]:
+        """The identity of all gradients, which changes with their values."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in engine.parameters]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average what has not been averaged, such as the gradients of a rank that skipped its last micro-batch."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(p) in stepped for p in self.model.parameters()):
+            self.settle(average=True)
 
     @contextmanager
     def loss_of(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -249,15 +290,10 @@ class PrefixSharing:
 
     # ---- The model's calls ----
 
-    def _forward(self, model: nn.Module, plain: Callable, head: FusedHead, args: tuple, kwargs: dict) -> Any:
+    def answer(self, model: nn.Module, plain: Callable, head: FusedHead, args: tuple, kwargs: dict) -> Any:
+        """The result of a call of the model's forward: from a tree if it asks for scores, else its own."""
         gradients = torch.is_grad_enabled()
         if not self._answers(args, kwargs):
-            past_ddp = self.in_loss and model is self.model and gradients and RUN_KEYWORD not in kwargs
-            if past_ddp and self.trainer.accelerator.num_processes > 1:
-                raise ValueError(
-                    f"compute_loss calls the model with {', '.join(sorted(kwargs))}, which no tree answers; on several "
-                    "processes its gradients would not be synchronised; train without share_prefixes"
-                )
             return plain(*args, **kwargs)
         unknown = sorted(key for key, value in kwargs.items() if key not in UNDERSTOOD and value is not None)
         if unknown and not gradients:
@@ -299,6 +335,7 @@ class PrefixSharing:
                 statistics = bool({"is_top1", "mean_logits", "log_sum_sq_probs"} & set(head.outputs))
                 scored = engine.score(tree, mask=masks, entropies="entropy" in head.outputs, statistics=statistics)
             if training:
+                scored.deferral.settle = _weakly(self.settle)
                 self._count(scored, tree, engine, started)
             return scored
 
@@ -306,16 +343,17 @@ class PrefixSharing:
         config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
         configured = getattr(config, "output_router_logits", False)
         balanced = bool(configured or kwargs.get("output_router_logits"))
-        # A model with another adapter, or with adapters disabled, counts as another model.
-        key = id(model), tuple(switches_of(engine).items())
+        # A model with another adapter, with adapters disabled, or with other weights counts as another model.
+        key = id(model), tuple(switches_of(engine).items()), sum(p._version for p in model.parameters())
+        # Hooks of parameters see the gradient of every micro-batch.
+        hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
         with replaced(config, **({} if balanced == configured else {"output_router_logits": True})):
-            scored, own = self.steps.score(key, rows, run, together=not balanced)
+            scored, own = self.steps.score(key, rows, run, together=not (balanced or hooked))
         if balanced and scored.aux_loss is None and self.seam != "rewards":
             raise ValueError(
                 "the trainer asks for the routers' auxiliary loss, but router_aux_loss_coef of the model's "
                 "configuration is 0 or not known; set it to the trainer's own"
             )
-        self._awaits_backward |= training
         if scored.rewards is not None:
             rewards = scored.rewards[own]
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])  # type: ignore[arg-type]
@@ -378,6 +416,42 @@ class PrefixSharing:
         return logs
 
 
+class TreeForward:
+    """Stands for the forward of a model, and answers calls for scores from a tree.
+
+    It belongs to one model of one trainer. In copies and pickles of the model the plain forward takes its place.
+    """
+
+    def __init__(self, sharing: PrefixSharing, model: nn.Module, head: FusedHead):
+        functools.update_wrapper(self, model.forward)
+        self._given = sharing, model, model.forward, head
+        self._replaces = vars(model).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sharing, model, plain, head = self._given
+        return sharing.answer(model, plain, head, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self._replaces is None or _is_fused(self._replaces):  # TRL's would call the model that it was made for
+            return getattr, (self._given[1], "forward")  # a copy has no attributes yet, so this is the class's forward
+        return _as_it_is, (self._replaces,)
+
+
+def _as_it_is(forward: Any) -> Any:
+    return forward
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, which does not keep its object alive; afterwards it does nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
 WORTH_JOINING = 0.9
 """Micro-batches are scored as one tree if it has at most this share of the tokens of their separate trees. The joint
 graphs need more memory; if they do not fit, the forward runs twice."""
@@ -390,11 +464,18 @@ class StepScores:
     and with four of them a speed-up of 5x becomes 1.5x. But the weights change only at the optimizer step, and the
     trainer has all micro-batches of a step before it trains the first. So the model's first call scores all of them.
     Every micro-batch computes its own loss from its own rows, as usual. The tree's backward runs once, after the
-    backward of its last micro-batch. Unexpected rows are scored by themselves, which is equally exact.
+    training step of its last micro-batch.
+
+    Exactness does not depend on this order. Unexpected rows are scored by themselves. If gradients are needed earlier,
+    those that have arrived run through the tree, and later micro-batches are scored again.
     """
 
     def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], Rows]) -> None:
         self._trainer, self._rows_of = trainer, rows_of
+        self.in_micro_batch = False
+        # The scores whose backward may come, and the number of the last micro-batch whose rows each holds.
+        self._open: list[tuple[Any, int]] = []
+        self._cuts = 0  # trees that were settled before their last micro-batch
         self.begin_step([])
 
     def begin_step(self, batches: Sequence[Any]) -> None:
@@ -402,11 +483,21 @@ class StepScores:
         self._batches, self._position = list(batches), -1
         # By key: the first of some micro-batches, the rows of each, and their scores (None: each is scored alone).
         self._joint: dict[Any, tuple[int, list[Rows], Any]] = {}
-        self._waiting: list[tuple[Any, int]] = []
 
-    def next_micro_batch(self) -> None:
-        """Go on to the next micro-batch."""
-        self._position += 1
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """The next micro-batch is trained inside the block."""
+        self._position, self.in_micro_batch = self._position + 1, True
+        try:
+            yield
+        finally:
+            self.in_micro_batch = False
+
+    def end_micro_batch(self, *, last: bool) -> None:
+        """Forget scores that no loss has used in the micro-batches that they were for."""
+        self._open = [] if last else [(scored, end) for scored, end in self._open if end > self._position]
+        if last:
+            self._joint = {}
 
     def score(
         self, key: Hashable, rows: Rows, run: Callable[[TokenTree, list[np.ndarray]], Any], *, together: bool = True
@@ -419,13 +510,16 @@ class StepScores:
             together: False scores this micro-batch alone, for losses over a whole batch such as the routers'.
         """
         key, gradients = (key, torch.is_grad_enabled()), torch.is_grad_enabled()
+        if gradients:
+            self.settle(everything=False)  # several trees in a micro-batch would be alive at once
 
         def scores(tree: TokenTree, batches: list[Rows]) -> Any:
             scored = run(tree, [mask for rows in batches for mask in rows.masks])
             if gradients:
-                self._waiting.append((scored, self._position + len(batches) - 1))
+                self._open.append((scored, self._position + len(batches) - 1))
             return scored
 
+        together = together and self.in_micro_batch and self._cuts < CUTS
         first, batches, scored = self._joint.get(key, (0, [], None)) if together else (0, [], None)
         number = self._position - first
         if not (0 <= number < len(batches) and _equal(batches[number], rows)):
@@ -439,21 +533,53 @@ class StepScores:
         begin = sum(len(rows.ids) for rows in batches[:number])
         return scored, slice(begin, begin + len(rows.ids))
 
-    def backward(self, *, sync: bool) -> list[Any]:
-        """Run the backward of all trees whose last micro-batch this was; returns their `Scored`.
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients have arrived that have not gone through their trees."""
+        return any(scored.deferral.arrived for scored, _ in self._open)
+
+    def settle(self, *, everything: bool) -> list[Any]:
+        """Run gradients that wait through their trees; returns the `Scored` of these trees.
 
         Args:
-            sync: this is the last micro-batch of the optimizer step: average gradients over the processes.
+            everything: also trees from which more gradients are expected. Such rows are then scored again.
         """
-        due = [scored for scored, last in self._waiting if last <= self._position]
-        self._waiting = [(scored, last) for scored, last in self._waiting if last > self._position]
-        for scored in due:
-            scored.backward(sync=sync and scored is due[-1])
-        return due
+        done = []
+        for scored, last in list(self._open):
+            deferral = scored.deferral
+            if not deferral.arrived:
+                continue
+            waiting = deferral.waiting()
+            if not waiting:  # zero_grad has dropped them all; those to come are still wanted
+                scored.drop_gradients()
+            elif everything or self._has_ended(scored, last) or len(waiting) < len(deferral.parameters):
+                self._open.remove((scored, last))
+                self._joint = {key: joint for key, joint in self._joint.items() if joint[2] is not scored}
+                self._cut(last)
+                dropped = set(deferral.parameters) - set(waiting)
+                with gradients_aside(list(dropped)):  # their gradients were set anew while these waited
+                    scored.backward(sync=False)
+                done.append(scored)
+        return done
+
+    def _has_ended(self, scored: Any, last: int) -> bool:
+        """Whether no more gradients are expected: the model may be called for a joint tree again in a micro-batch."""
+        joint = any(scored is each for _, _, each in self._joint.values())
+        return last < self._position or (last == self._position and not (self.in_micro_batch and joint))
+
+    def _cut(self, last: int) -> None:
+        self._cuts += last > self._position
+        if last > self._position and self._cuts == CUTS:
+            warnings.warn(
+                "gradients are read, clipped or changed between the micro-batches of a step, so micro-batches do not "
+                "share prefixes with each other any more; results are exact. Do it after the last micro-batch "
+                "(on_pre_optimizer_step) or take larger micro-batches to share more",
+                stacklevel=2,
+            )
 
     def _following(self, rows: Rows) -> list[Rows]:
         """These rows and those of the following micro-batches, as far as they are known; else only these."""
-        trainer, batches = self._trainer, self._batches[max(self._position, 0) :]
+        trainer, batches = self._trainer, self._batches[self._position :]
         if hasattr(trainer, "_buffered_inputs"):  # it generates; its first completions are scored before they are split
             each = trainer.args.steps_per_generation
             left = each * trainer.num_iterations - trainer._step % (each * trainer.num_iterations)

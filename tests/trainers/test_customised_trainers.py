@@ -1,0 +1,484 @@
+"""However a trainer is customised, it learns with shared prefixes what it learns without, or is refused in words.
+
+Every customisation trains twice, with shared prefixes and without. Logged numbers (losses, gradient norms), what the
+customisation saw, and weights must be equal.
+"""
+
+import copy
+import io
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import trainer_runs as runs
+from trainer_runs import BUILDERS, Run, difference, train
+from transformers import TrainerCallback
+from trl import DPOTrainer, SFTTrainer
+
+import treetrain as tt
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+BOUND, BOUND_OF_UPDATES = 1e-5, 1e-4
+
+
+class Seen:
+    """A trainer that keeps what its customisation has seen."""
+
+    def see(self, number: Any) -> None:
+        vars(self).setdefault("seen", []).append(float(number))
+
+    @property
+    def number(self) -> int:
+        """How many training steps have begun before this one; 4 make an optimizer step."""
+        self.began = vars(self).get("began", -1) + 1
+        return self.began
+
+
+def norm(trainer: Any) -> torch.Tensor:
+    """The norm of the gradients so far."""
+    grads = [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+    return torch.stack(grads).norm() if grads else torch.zeros(())
+
+
+NOTHING = torch.zeros(())
+
+
+# ---- training_step
+
+
+def calls_backward_of_the_loss(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+            loss.backward()
+            return loss.detach()
+
+    return Custom
+
+
+def runs_backward_twice(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(0.3 * loss, retain_graph=True)
+            self.accelerator.backward(0.7 * loss)
+            return loss.detach()
+
+    return Custom
+
+
+def has_a_penalty_of_its_own_backward(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            penalty = 0.01 * sum(p.square().sum() for p in self.model.parameters())
+            self.accelerator.backward(penalty)
+            return loss + penalty.detach()
+
+    return Custom
+
+
+def skips(which):
+    def customise(*bases):
+        class Custom(*bases):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                if self.number % 4 == which:
+                    return NOTHING
+                return super().training_step(model, inputs, num_items_in_batch)
+
+        return Custom
+
+    return customise
+
+
+def repeats(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            first = super().training_step(model, dict(inputs), num_items_in_batch)
+            return first + super().training_step(model, dict(inputs), num_items_in_batch)
+
+    return Custom
+
+
+def calls_itself(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None, inner=False):
+            if inner:
+                return super().training_step(model, inputs, num_items_in_batch)
+            return self.training_step(model, inputs, num_items_in_batch, inner=True)
+
+    return Custom
+
+
+def divides_the_batch(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            parts = [{name: x[k : k + 1] for name, x in inputs.items()} for k in range(len(inputs["input_ids"]))]
+            return sum(super(Custom, self).training_step(model, part, num_items_in_batch) for part in parts)
+
+    return Custom
+
+
+def after_each(change: Callable[[Any], Any]):
+    """Do something with the gradients after every micro-batch."""
+
+    def customise(*bases):
+        class Custom(*bases):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+                change(self)
+                return loss
+
+        return Custom
+
+    return customise
+
+
+def clip(trainer):
+    trainer.see(torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1))
+
+
+def clip_values(trainer):
+    torch.nn.utils.clip_grad_value_(trainer.model.parameters(), 0.01)
+
+
+def read(trainer):
+    trainer.see(norm(trainer))
+
+
+def scale(trainer):
+    for p in trainer.model.parameters():
+        p.grad.mul_(0.5)
+
+
+def add_noise(trainer):
+    for p in trainer.model.parameters():
+        p.grad.add_(torch.full_like(p, 0.01))
+
+
+def replace(trainer):
+    for p in trainer.model.parameters():
+        p.grad = p.grad.sign() * 0.01
+
+
+def zero_every_second(set_to_none, some=False):
+    def change(trainer):
+        if trainer.number % 4 == 1:
+            if some:
+                for p in list(trainer.model.parameters())[::2]:
+                    p.grad = None
+            else:
+                trainer.model.zero_grad(set_to_none=set_to_none)
+
+    return change
+
+
+def step_by_hand(trainer):
+    trainer.optimizer.optimizer.step()
+    trainer.model.zero_grad()
+
+
+def catches(where):
+    """The second micro-batch of each step fails, in the loss or after its backward, and is skipped."""
+
+    def customise(*bases):
+        class Custom(*bases):
+            def compute_loss(self, *args, **kwargs):
+                loss = super().compute_loss(*args, **kwargs)
+                if self.number % 4 == 1 and where == "loss":
+                    raise ArithmeticError("loss")
+                return loss
+
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                try:
+                    loss = super().training_step(model, inputs, num_items_in_batch)
+                    if self.began % 4 == 1 and where == "after":
+                        raise ArithmeticError("after")
+                    return loss
+                except ArithmeticError:
+                    self.model.zero_grad()
+                    return NOTHING
+
+        return Custom
+
+    return customise
+
+
+# ---- compute_loss
+
+
+def loss_as(change: Callable[[Any, Any], Any]):
+    def customise(*bases):
+        class Custom(*bases):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+                return change(self, loss)
+
+        return Custom
+
+    return customise
+
+
+def scaled(trainer, loss):
+    return 0.5 * loss
+
+
+def regularised(trainer, loss):
+    return loss + 0.01 * sum(p.square().sum() for p in trainer.model.parameters())
+
+
+def calls_the_model_twice(*bases):
+    class Custom(*bases):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = [super().compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)]
+            loss.append(super().compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch))
+            return 0.3 * loss[0] + 0.7 * loss[1].square()
+
+    return Custom
+
+
+def reads_logits_too(*bases):
+    class Custom(*bases):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            penalty = 1e-3 * logits.logsumexp(-1).square().mean()
+            return penalty + super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+    return Custom
+
+
+def runs_a_backward_in_compute_loss(*bases):
+    class Custom(*bases):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            (0.2 * loss).backward(retain_graph=True)
+            return loss
+
+    return Custom
+
+
+# ---- callbacks
+
+
+def at(event: str, action: Callable[[Any], Any]):
+    """A callback that does something with the trainer at an event."""
+
+    def customise(*bases):
+        class Custom(*bases):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                trainer = self
+
+                def call(self, *args, **kwargs):
+                    action(trainer)
+
+                self.add_callback(type("Calls", (TrainerCallback,), {event: call})())
+
+        return Custom
+
+    return customise
+
+
+def evaluate(trainer):
+    trainer.see(trainer.evaluate()["eval_loss"])
+    trainer.model.train()
+
+
+def save(trainer):
+    trainer.save_model(trainer.args.output_dir + "/between")
+
+
+def generate(trainer):
+    trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+
+
+def clamp_by_hooks(*bases):
+    class Custom(*bases):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            for p in self.model.parameters():
+                p.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+    return Custom
+
+
+CUSTOMISATIONS: dict[str, Callable[..., Any]] = {
+    "step: loss.backward": calls_backward_of_the_loss,
+    "step: two backwards": runs_backward_twice,
+    "step: penalty apart": has_a_penalty_of_its_own_backward,
+    **{f"step: skips {k}": skips(k) for k in range(4)},
+    "step: repeats": repeats,
+    "step: calls itself": calls_itself,
+    "step: divides": divides_the_batch,
+    "step: clips": after_each(clip),
+    "step: clips values": after_each(clip_values),
+    "step: reads": after_each(read),
+    "step: scales": after_each(scale),
+    "step: adds": after_each(add_noise),
+    "step: replaces": after_each(replace),
+    "step: zeroes": after_each(zero_every_second(True)),
+    "step: fills with zeros": after_each(zero_every_second(False)),
+    "step: zeroes some": after_each(zero_every_second(True, some=True)),
+    "step: steps by hand": after_each(step_by_hand),
+    "step: catches in the loss": catches("loss"),
+    "step: catches after backward": catches("after"),
+    "loss: scaled": loss_as(scaled),
+    "loss: regularised": loss_as(regularised),
+    "loss: two calls": calls_the_model_twice,
+    "loss: logits too": reads_logits_too,
+    "loss: backward within": runs_a_backward_in_compute_loss,
+    **{
+        f"callback: {action.__name__} at {event}": at(f"on_{event}", action)
+        for event in ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end")
+        for action in (evaluate, save, generate)
+    },
+    **{
+        f"callback: {name} at {event}": at(f"on_{event}", action)
+        for event in ("substep_end", "pre_optimizer_step")
+        for name, action in {
+            "clip": clip,
+            "read": read,
+            "zero": lambda trainer: trainer.model.zero_grad(),
+            "zero by the optimizer": lambda trainer: trainer.optimizer.optimizer.zero_grad(set_to_none=False),
+        }.items()
+    },
+    "hooks: clamp": clamp_by_hooks,
+}
+FAST = (
+    "step: loss.backward",
+    "step: two backwards",
+    "step: skips 3",
+    "step: clips",
+    "step: zeroes some",
+    "loss: regularised",
+    "callback: evaluate at substep_end",
+)
+
+
+def run(name: str, folder: Any, patch: Any, *, form: str, kind: str = "sft", steps: int = 2, **settings: Any) -> Run:
+    """Train a customised trainer; `form` is how it shares prefixes: by the call, the mixin, or not at all."""
+    plain = {"sft": SFTTrainer, "dpo": DPOTrainer}[kind]
+    bases = (tt.SharePrefixesMixin, Seen, plain) if form == "mixin" else (Seen, plain)
+    patch.setattr(runs, plain.__name__, CUSTOMISATIONS[name](*bases))
+    settings = {**ACCUMULATED, "train_sampling_strategy": "sequential", **settings}
+    return train(BUILDERS[kind], folder, shared=form == "call", steps=steps, **settings)
+
+
+def assert_same(shared: Run, plain: Run) -> None:
+    found = difference(shared, plain)
+    assert max(found.metrics, found.weights) <= BOUND and found.updates <= BOUND_OF_UPDATES, found
+    ours, theirs = (vars(each.trainer).get("seen", []) for each in (shared, plain))
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+def compare(name: str, folder: Any, patch: Any, *, form: str = "call", **settings: Any) -> None:
+    shared, plain = (run(name, folder, patch, form=each, **settings) for each in (form, "none"))
+    assert shared.trainer.prefix_sharing._trees > 0
+    assert_same(shared, plain)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_customised_trainer_learns_the_same(name, tmp_path, monkeypatch):
+    compare(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["step: loss.backward"])
+def test_the_mixin_does_what_the_call_does(name, tmp_path, monkeypatch):
+    compare(name, tmp_path, monkeypatch, form="mixin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["call", "mixin"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", CUSTOMISATIONS)
+def test_every_customised_trainer_learns_the_same(name, accumulation, form, tmp_path, monkeypatch):
+    settings = {} if accumulation == 4 else {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    steps = 2 if accumulation == 4 else 5
+    compare(name, tmp_path, monkeypatch, form=form, steps=steps, **settings)
+
+
+# ---- outside of training steps
+
+
+def batches_of(trainer, *numbers):
+    """Micro-batches of four rows each."""
+    rows = [{k: v for k, v in row.items() if k != "messages"} for row in trainer.train_dataset]
+    return [trainer.data_collator([rows[4 * n + k] for k in range(4)]) for n in numbers]
+
+
+def own_loop(folder: Any, shared: bool, *, steps: int = 3, how: str = "torch") -> tuple[list[float], dict[str, Any]]:
+    """A loop of one's own around `compute_loss`; returns losses with gradient norms, and weights."""
+    settings = {"output_dir": str(folder), "report_to": [], "use_cpu": True, "bf16": False}
+    trainer = BUILDERS["sft"](settings, torch.float32, folder)
+    if shared:
+        tt.share_prefixes(trainer)
+    model, seen = trainer.model.train(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        for inputs in batches_of(trainer, 2 * step, 2 * step + 1):
+            loss = trainer.compute_loss(model, inputs)
+            loss.backward() if how == "torch" else trainer.accelerator.backward(loss)
+            seen.append(float(loss.detach()))
+        assert all(p.grad is not None for p in model.parameters())
+        if step == 1:  # a step that only reads the gradients when the optimizer does
+            seen.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["torch", "accelerate"])
+def test_compute_loss_and_backward_outside_of_training_step_give_all_gradients(how, tmp_path):
+    (seen, weights), (expected, plain) = (own_loop(tmp_path, shared, how=how) for shared in (True, False))
+    assert seen == pytest.approx(expected, rel=1e-5)
+    for name, weight in plain.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_methods_that_are_set_on_the_object_are_run_too(tmp_path):
+    """They go past those that `share_prefixes` puts around the class's."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return 2 * loss.detach()
+
+    found = []
+    for share in (tt.share_prefixes, lambda trainer, budget: trainer):
+
+        def build(*args, share=share, **kwargs):
+            trainer = share(BUILDERS["sft"](*args, **kwargs), None)
+            trainer.training_step = MethodType(training_step, trainer)
+            return trainer
+
+        found.append(train(build, tmp_path, shared=False, steps=2, **ACCUMULATED))
+    assert_same(*found)
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize("kind, settings", [("plain", {}), ("sft", {}), ("reward", {}), ("plain", {"lora": True})])
+def test_copies_and_pickles_of_the_model_are_whole(kind, settings, tmp_path):
+    common = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}
+    trainer = BUILDERS[kind](common, torch.float32, tmp_path, **settings)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before = trainer.model(input_ids=ids).logits.detach()
+    tt.share_prefixes(trainer)
+    copied, file = copy.deepcopy(trainer.model), io.BytesIO()
+    torch.save(trainer.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.mul_(2.0)
+    assert not torch.allclose(trainer.model(input_ids=ids).logits, before)
+    for whole in (copied, loaded):
+        assert torch.equal(whole(input_ids=ids).logits, before)
+        with torch.no_grad():
+            for p in whole.parameters():
+                p.zero_()
+        assert not whole(input_ids=ids).logits.any()
