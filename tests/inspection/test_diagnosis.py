@@ -1,6 +1,7 @@
 """Each cause of lost sharing is planted in clean rows: the diagnosis names it, counts it and predicts the gain."""
 
-from itertools import pairwise
+from functools import reduce
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from treetrain.tree.stats import linear_work, tree_stats, tree_work
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 PAD, BOS, TURN, END, OPEN, CLOSE, SPACE, JOINED, NAME, QUOTE = range(10)
+DATES, IDS = 6000, 7000
 TEXT = {
     PAD: "<pad>", BOS: "<bos>", TURN: "<turn>", END: "<end>", OPEN: "<think>", CLOSE: "</think>", SPACE: " \n",
-    NAME: '{"parameters": 0, "name": "', QUOTE: '"}',
+    NAME: '{"parameters": 0, "name": "', QUOTE: '"}\n',
 }  # fmt: skip
 
 
@@ -25,14 +27,20 @@ class Words:
     pad_token_id = PAD
 
     def decode(self, ids):
-        return "".join(" w100 w101" if i == JOINED else TEXT.get(i, f" w{i}") for i in np.asarray(ids).tolist())
+        return "".join(self.word(i) for i in np.asarray(ids).tolist())
+
+    def word(self, i):
+        if i >= DATES:
+            return f" 2024-05-{i - DATES:02}" if i < IDS else f" 7f3a9c{i - IDS:04x}"
+        return " w100 w101" if i == JOINED else TEXT.get(i, f" w{i}")
 
 
 def words(seed, count):
     return np.random.default_rng([7, *seed]).integers(102, 5000, count).tolist()
 
 
-TOOLS = [[NAME, 10 + tool, QUOTE, *words((9, tool), 30)] for tool in range(6)]
+SYSTEM = words((1,), 40)
+TOOLS = [[NAME, 10 + tool, *words((9, tool), 30), QUOTE] for tool in range(6)]
 
 
 def conversations(groups=5, trials=4, turns=4, **changes):
@@ -40,12 +48,15 @@ def conversations(groups=5, trials=4, turns=4, **changes):
 
     Args:
         system: tokens of the system prompt of a conversation.
+        tools: its tools.
         history: how an earlier turn (think tokens, answer) of a call is written.
+        result: how the message after an earlier answer is written, so many messages before the last.
         window: how many turns of history a call of a conversation keeps.
     """
-    system = changes.get("system", lambda group, trial: words((1,), 40))
+    system = changes.get("system", lambda group, trial: SYSTEM)
     tools = changes.get("tools", lambda group, trial: TOOLS)
-    history = changes.get("history", lambda think, answer: think + answer)
+    history = changes.get("history", lambda think, answer: (think, answer))
+    result = changes.get("result", lambda user, age: user)
     window = changes.get("window", lambda call: call)
     rows = []
     for group in range(groups):
@@ -55,8 +66,19 @@ def conversations(groups=5, trials=4, turns=4, **changes):
             written = []
             for call in range(turns):
                 think = [OPEN, *words((4, group, trial, call), 12), CLOSE]
-                answer = [100, 101, *words((5, group, trial, call), 25), SPACE, END]
-                context = prompt + [token for turn in written[call - window(call) :] for token in turn] + [TURN]
+                answer = [
+                    100,
+                    101,
+                    *words((5, group, trial, call), 10),
+                    SPACE,
+                    *words((12, group, trial, call), 15),
+                    END,
+                ]
+                context = list(prompt)
+                for earlier, (thought, said, user) in enumerate(written[call - window(call) :], call - window(call)):
+                    context += [TURN, *(token for part in history(thought, said) for token in part), TURN]
+                    context += [*result(user, call - 1 - earlier), END]
+                context.append(TURN)
                 sampled = think + answer
                 rows.append(
                     Trajectory(
@@ -67,8 +89,7 @@ def conversations(groups=5, trials=4, turns=4, **changes):
                         id=f"{group}/{trial}/{call}",
                     )
                 )
-                user = [TURN, *words((6, group, trial, call), 20), END]
-                written.append([TURN, *history(think, answer), *user])
+                written.append((think, answer, words((6, group, trial, call), 20)))
     return rows
 
 
@@ -76,43 +97,83 @@ def bos(row):
     return row.replace(ids=[BOS, *row.ids], loss_weights=[0, *row.loss_weights])
 
 
-def padded(row, width):
-    missing = width - len(row)
-    return row.replace(ids=[PAD] * missing + row.ids.tolist(), loss_weights=[0] * missing + row.loss_weights.tolist())
+def padded(rows):
+    width = max(map(len, rows))
+    return [
+        row.replace(ids=[PAD] * missing + row.ids.tolist(), loss_weights=[0] * missing + row.loss_weights.tolist())
+        for row in rows
+        for missing in [width - len(row)]
+    ]
+
+
+def shuffled(group, trial, tools):
+    return [tools[at] for at in np.random.default_rng([1, group, trial]).permutation(len(tools))]
+
+
+def inserted(at, varying, *seed):
+    """Three tokens in the system prompt at a place, the same in every conversation unless they vary."""
+
+    def change(group, trial, system):
+        made = [token + (1 + 4 * group + trial if varying else 0) for token in seed]
+        return system[:at] + made + system[at:]
+
+    return change
+
+
+# Each cause: what it changes (system, tools, history, ...), planted and, where that is not to leave it out, repaired.
+PLANTS = {
+    "padding": ("rows", padded, None),
+    "front": ("rows", lambda rows: [bos(row) if row.episode == 1 else row for row in rows], None),
+    "truncation": ("window", lambda call: min(call, 2), None),
+    "think": ("history", lambda think, answer: ([], answer), None),
+    "rewritten": ("history", lambda think, answer: (think, answer[:-1] + words((8,), 5) + answer[-1:]), None),
+    "history": ("result", lambda user, age: user if age == 0 else words((13,), 3), None),
+    "retokenised": ("history", lambda think, answer: (think, [JOINED, *answer[2:]]), None),
+    "whitespace": ("history", lambda think, answer: (think, [token for token in answer if token != SPACE]), None),
+    "order": ("tools", shuffled, None),
+    "tool list": ("tools", lambda group, trial, tools: tools if trial else [t for t in tools if t != TOOLS[2]], None),
+    "dates": ("system", inserted(22, True, 20, DATES, 21), inserted(22, False, 20, DATES, 21)),
+    "ids": ("system", inserted(12, True, 22, IDS, 23), inserted(12, False, 22, IDS, 23)),
+    "values": ("system", inserted(32, True, 2000, 3000, 4000), inserted(32, False, 2000, 3000, 4000)),
+}  # fmt: skip
+
+
+def planted(*causes, repaired=()):
+    """The conversations with these causes; for a repaired one, as they are without the difference."""
+    parts = {"system": [], "tools": [], "history": [], "rows": []}
+    changes = {}
+    for cause in sorted(causes, key=list(PLANTS).index, reverse=True):
+        kind, plant, clean = PLANTS[cause]
+        made = clean if cause in repaired else plant
+        if made is None:
+            continue
+        if kind in parts:
+            parts[kind].append(made)
+        else:
+            changes[kind] = made
+
+    def chain(kind, first):
+        return lambda group, trial: reduce(lambda made, change: change(group, trial, made), parts[kind], first)
+
+    def history(think, answer):
+        for change in parts["history"]:
+            think, answer = change(think, answer)
+        return think, answer
+
+    rows = conversations(system=chain("system", SYSTEM), tools=chain("tools", TOOLS), history=history, **changes)
+    for change in parts["rows"]:
+        rows = change(rows)
+    return rows
 
 
 CLEAN = conversations()
+LATER, EVERY = 60, 80
 LONGEST = max(map(len, CLEAN))
-LATER = 60
-EVERY = 80
-
-
-def shuffled(group, trial):
-    return [TOOLS[at] for at in np.random.default_rng([1, group, trial]).permutation(len(TOOLS))]
-
-
-PLANTED = {
-    "padding": ([padded(row, LONGEST) for row in CLEAN], sum(len(row) < LONGEST for row in CLEAN)),
-    "front": ([bos(row) if row.episode == 1 else row for row in CLEAN], 20),
-    "truncation": (conversations(turns=6, window=lambda call: min(call, 2)), 3 * 20),
-    "think": (conversations(history=lambda think, answer: answer), LATER),
-    "rewritten": (
-        conversations(history=lambda think, answer: think + answer[:-2] + words((8,), 5) + answer[-2:]),
-        LATER,
-    ),
-    "retokenised": (conversations(history=lambda think, answer: [*think, JOINED, *answer[2:]]), LATER),
-    "whitespace": (conversations(history=lambda think, answer: think + answer[:-2] + answer[-1:]), LATER),
-    "order": (conversations(tools=shuffled), EVERY - 4),
-    "tool list": (conversations(tools=lambda group, trial: TOOLS if trial else TOOLS[:2] + TOOLS[3:]), 20),
-    "values": (
-        conversations(system=lambda group, trial: words((1,), 40)[:30] + words((group, trial, 11), 3)),
-        EVERY - 4,
-    ),
+ROWS = {
+    "padding": sum(len(row) < LONGEST for row in CLEAN), "front": 20, "truncation": 20, "history": 40,
+    "order": EVERY - 4, "tool list": 20, "dates": EVERY - 4, "ids": EVERY - 4, "values": EVERY - 4,
 }  # fmt: skip
-CLEAN_OF = {
-    "truncation": conversations(turns=6),
-    "values": conversations(system=lambda group, trial: words((1,), 40)[:30] + words((0, 0, 11), 3)),
-}
+PLANTED = {cause: (planted(cause), ROWS.get(cause, LATER)) for cause in PLANTS}
 
 
 @pytest.mark.parametrize("cause", PLANTED)
@@ -121,13 +182,13 @@ def test_a_planted_cause_is_found_alone_counted_and_its_gain_is_the_one_measured
     found = diagnose(rows, COUNTS, Words())
     (lost,) = found.causes
     assert (lost.cause, lost.rows) == (cause, count)
-    planted, clean = build_tree(rows), build_tree(CLEAN_OF.get(cause, CLEAN))
-    assert found.unique == planted.num_tokens and lost.tokens == found.unique - found.repaired_unique
-    tokens = planted.num_tokens - clean.num_tokens
+    tree, clean = build_tree(rows), build_tree(planted(cause, repaired=[cause]))
+    assert found.unique == tree.num_tokens and lost.tokens == found.unique - found.repaired_unique
+    tokens = tree.num_tokens - clean.num_tokens
     assert lost.tokens == pytest.approx(tokens, rel=0.02) and tokens >= 60
-    linear, ours = (COUNTS.flops(*work) for work in (linear_work(planted), tree_work(clean)))
+    linear, ours = (COUNTS.flops(*work) for work in (linear_work(tree), tree_work(clean)))
     assert lost.flop_speedup == pytest.approx(linear / ours, rel=0.01) == found.repaired_flop_speedup
-    assert found.flop_speedup == pytest.approx(tree_stats(planted, COUNTS).flop_speedup)
+    assert found.flop_speedup == pytest.approx(tree_stats(tree, COUNTS).flop_speedup)
     assert lost.title in found.explain() and lost.change in found.explain()
     assert "⟦" in lost.row_text and lost.row_text != lost.partner_text
 
@@ -170,16 +231,19 @@ def test_calls_are_recognised_without_episodes_and_groups(cause):
     assert found.repaired_unique == known.repaired_unique and found.broken == known.broken == count
 
 
-def test_several_causes_are_repaired_from_the_front_and_their_costs_add_up():
-    rows = conversations(
-        system=lambda group, trial: words((1,), 40)[:30] + words((group, trial, 11), 3),
-        history=lambda think, answer: answer[:-2] + answer[-1:],
-    )
-    rows = [padded(row, LONGEST) for row in rows]
+PAIRS = list(combinations(PLANTS, 2))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_two_planted_causes_are_both_found_each_with_its_share(pair):
+    rows = planted(*pair)
     found = diagnose(rows, COUNTS, Words())
-    assert [lost.cause for lost in found.causes] == ["padding", "values", "think", "whitespace"]
+    assert sorted(lost.cause for lost in found.causes) == sorted(pair)
+    unique = [found.unique, build_tree(planted(*pair, repaired=[found.causes[0].cause])).num_tokens]
+    unique.append(build_tree(planted(*pair, repaired=pair)).num_tokens)
+    for lost, before, after in zip(found.causes, unique, unique[1:]):
+        assert lost.tokens == pytest.approx(before - after, rel=0.1, abs=8)
     assert sum(lost.tokens for lost in found.causes) == found.unique - found.repaired_unique
-    assert found.repaired_unique == build_tree(CLEAN_OF["values"]).num_tokens
     speedups = [found.flop_speedup, *(lost.flop_speedup for lost in found.causes)]
     assert all(before < 1.01 * after for before, after in pairwise(speedups))
 

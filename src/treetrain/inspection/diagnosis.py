@@ -7,51 +7,59 @@ Every row is compared with the one earlier row that it should share with:
   prefix.
 
 Sampled tokens are the policy's own choice, so two rows that diverge at a sampled token have nothing to repair. A
-difference in the context is lost sharing if the rows agree again after it. Its cause is read from the tokens and the
-text of the difference.
+difference in the context is lost sharing if the rows agree again after it (`alignment.py`). Each row has one partner,
+so the time is linear in the number of rows.
 
-Why no difference is missed (`align`). Rows that agree again hold a run of `RUN` equal tokens. All runs of the row's
-next tokens are looked up by a rolling hash among those of the partner, and the pair that skips fewest tokens is taken,
-verified token by token. So a difference is found whatever it is: tokens that are missing in one row, added or replaced.
-The same tokens in another order are found by sums of hashes. A comparison takes tens of microseconds where rows agree
-and about a millisecond where they differ for thousands of tokens. Each row has one partner, so the time is linear in
-the number of rows.
+**Several causes at once.** A difference is cut where both sides agree for a few tokens, at the ends of messages, and at
+think blocks. Each piece has one cause, read from its tokens and its text. Tools in another order are undone in every
+row by itself, before rows are compared (`tools.py`), so that what is left of a difference has other causes.
 
 The cost of a cause is measured, not estimated: its differences are replaced by the tokens of the partners, and the tree
 is built again. Partners are rewritten first, so a row that continues its partner still does so afterwards. Causes are
 repaired one after the other, those nearest to the start of rows first, because a difference hides those behind it. So
-the costs add up to the total loss.
+the costs add up to the total loss, and each cause has the share that it costs once those in front are repaired.
+
+**What is no cause.** A call that does not contain the answer of the call before it starts a new context: a sub-agent
+has its own system prompt, and that is no value that varies. It is compared with other new contexts only. Rows without
+`episode` are calls of one conversation if the answer reappears. A row that begins with the whole prompt of another but
+not with its answer may belong to a third: it is repaired from nobody, and the report asks for the episodes.
 """
 
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.columns import sorted_by_prefix
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import quoted
+from treetrain.inspection.alignment import RUN, Alignment, Gap, Ids, align, earlier_partners
+from treetrain.inspection.tools import TOOL, ToolOrder, Tools, find_tools
 from treetrain.planning.cost import ModelCounts
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 
-Ids = NDArray[np.int32]
-RUN = 16
-"""Equal tokens in a row after which two rows count as agreeing again."""
-WINDOWS = (512, 1 << 14)
-"""How far ahead to look for a run: the second number only where the first finds none."""
 SHOWN = 24
 """Tokens shown at either end of a long difference; twice as many are decoded to find its cause."""
 AROUND = 6
 """Tokens shown before a difference; after it, twice as many."""
 LEAST = 0.001
-"""Share of the unique tokens that a cause must cost to be reported."""
+"""Share of the unique tokens and of the FLOPs that a cause must cost to be reported."""
+TRIALS = 16
+"""Rows with the same prompt that a row without an episode is compared with."""
+WIDEST = 1024
+"""A difference of more than four times as many tokens is not searched for think blocks."""
+PIECE = 4
+"""Equal tokens that cut a difference in two."""
+ANSWER = 4
+"""Tokens of an answer that must reappear in a later call."""
+PADDING = 4
+"""The longest padding must have so many tokens."""
 
 CAUSES: dict[str, tuple[str, str]] = {
     "padding": (
@@ -73,9 +81,14 @@ CAUSES: dict[str, tuple[str, str]] = {
         "policy really saw these prompts, train on them as they are",
     ),
     "rewritten": (
-        "earlier turns written differently by the chat template",
+        "earlier answers written differently by the chat template",
         "use a template that writes a message the same way whatever follows it (--chat-template chatml), in the "
         "rollouts too; if the policy really saw these prompts, train on them as they are",
+    ),
+    "history": (
+        "history that the harness rewrites between calls",
+        "let the harness append only: no compaction, cleared tool results, reminders or re-serialised arguments inside "
+        "the history; if the policy really saw these prompts, train on them as they are",
     ),
     "retokenised": (
         "the same text tokenised differently",
@@ -93,8 +106,16 @@ CAUSES: dict[str, tuple[str, str]] = {
         "different tools, or different schemas of the same tools",
         "offer all rows the same tools, or put the tools that vary last",
     ),
+    "dates": (
+        "dates or times that differ inside the prompt",
+        "fix the date for all rows of a batch, or move it behind the text that all rows share",
+    ),
+    "ids": (
+        "ids that differ inside the prompt",
+        "leave the id out of the prompt, or move it behind the text that all rows share",
+    ),
     "values": (
-        "dates, ids or other values that differ inside the prompt",
+        "values that differ inside the prompt",
         "fix the value for all rows of a batch, or move it behind the text that all rows share",
     ),
     "changed": (
@@ -105,7 +126,12 @@ CAUSES: dict[str, tuple[str, str]] = {
 """Every cause: its name in reports, and what to change."""
 
 _THINK = re.compile(r"</?(?:think|thinking|reasoning|thought)>|\[/?THINK\]|<\|channel\|>|<\|(?:START|END)_THINKING\|>")
-_TOOL_SCHEMA = re.compile(r'"(?:parameters|properties|description|function|input_schema)"')
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+_DATE = re.compile(
+    r"\d{4}[-/]\d{1,2}(?:[-/]\d{1,2})?|\d{1,2}:\d{2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}"
+    rf"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b|\b{_MONTH}[a-z]*\.? \d|\d {_MONTH}"
+)
+_ID = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F-]{9,}|(?=[\w-]*\d)[\w-]{8,}|\d{5,}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +174,9 @@ class Diagnosis:
     broken: int
     """Those that neither extend an earlier call nor answer its prompt again."""
     unrelated: int
-    """Broken calls that match no earlier call after the difference: a new context, such as a sub-agent's."""
+    """Broken calls that do not contain an earlier call's answer: a new context, such as a sub-agent's."""
+    unclear: int
+    """Rows without `episode` that begin with the prompt of an earlier row, but with no such row's answer."""
     unique: int
     """Tokens of the tree as the rows are."""
     repaired_unique: int
@@ -166,6 +194,11 @@ class Diagnosis:
             lines.append(f"{kept:,} of {self.successive:,} later calls extend an earlier call of their conversation.")
         if self.unrelated:
             lines.append(f"{self.unrelated:,} start a new context (a sub-agent, a summary): nothing to repair.")
+        if self.unclear:
+            lines.append(
+                f"{self.unclear:,} rows begin with the prompt of an earlier row but not with its answer. Name the "
+                "conversations (--map episode=KEY) to have them compared: nothing is repaired across conversations."
+            )
         lines.append(
             f"{self.unique - self.repaired_unique:,} of {self.unique:,} unique tokens are lost sharing."
             if self.causes
@@ -175,14 +208,18 @@ class Diagnosis:
         before = self.flop_speedup
         for number, lost in enumerate(self.causes, 1):
             where = f"{quoted(lost.row)} differs from {quoted(lost.partner)} at token {lost.position:,}"
+            lost_here, gain = "nothing alone", "only together with others, which differ at the same places."
+            if lost.tokens > 0 < lost.flops:
+                lost_here = f"{lost.tokens:,} tokens, {lost.flops:.3g} FLOPs"
+                gain = f"{lost.flop_speedup:.2f}x by FLOPs in place of {before:.2f}x, all rows at once"
+                gain += ", with the changes above." if number > 1 else "."
             text = [
-                f"Rows: {lost.rows:,}. Lost: {lost.tokens:,} tokens, {lost.flops:.3g} FLOPs.",
+                f"Rows: {lost.rows:,}. Lost: {lost_here}.",
                 f"First: {where}:",
                 f"  {lost.partner_text}",
                 f"  {lost.row_text}",
                 f"Change: {lost.change}.",
-                f"Gain: {lost.flop_speedup:.2f}x by FLOPs in place of {before:.2f}x, all rows at once"
-                + (", with the changes above." if number > 1 else "."),
+                f"Gain: {gain}",
             ]
             sections.append((f"{number}. {lost.title}", "\n".join(text)))
             before = lost.flop_speedup
@@ -193,36 +230,6 @@ class Diagnosis:
         (_, summary), *causes = self.sections()
         indented = (f"{title}\n   {text}".replace("\n", "\n   ").replace("   " * 2, "   ") for title, text in causes)
         return "\n\n".join([summary, *indented])
-
-
-class Gap(NamedTuple):
-    """A difference between two rows that agree before and after it."""
-
-    first_start: int
-    first_stop: int
-    """Tokens [start, stop) of the first row."""
-    second_start: int
-    second_stop: int
-    """Those of the second row; either may be empty."""
-
-
-class Alignment(NamedTuple):
-    """How two rows agree from their beginnings on."""
-
-    gaps: list[Gap]
-    first_end: int
-    """Tokens of the first row up to where they part for good, or one of them ends."""
-    second_end: int
-
-    @property
-    def agreed(self) -> int:
-        """Equal tokens before, between and after the gaps."""
-        return self.first_end - sum(gap.first_stop - gap.first_start for gap in self.gaps)
-
-    def run_after(self, number: int) -> int:
-        """Equal tokens between a gap and the next one, or the end."""
-        later = self.gaps[number + 1].first_start if number + 1 < len(self.gaps) else self.first_end
-        return later - self.gaps[number].first_stop
 
 
 class _Edit(NamedTuple):
@@ -269,34 +276,49 @@ def diagnose(
     rows_flops = counts.flops(*linear_work(tree, counts.attention_ranges))
     flops = start = counts.flops(*tree_work(tree, counts.attention_ranges))
     unique = as_is = tree.num_tokens
-    causes: list[LostSharing] = []
-    repaired: list[str] = []
-    for cause in sorted(found, key=places.__getitem__):
-        repaired.append(cause)
-        tree = build_tree(search.repaired(repaired))
+    steps: list[tuple[str, int, float, float]] = []  # a cause, the tokens and FLOPs that it saves, FLOPs then
+    todo, later = sorted(found, key=places.__getitem__), []
+    while todo:
+        cause = todo.pop(0)
+        tree = build_tree(search.repaired([*(step[0] for step in steps), cause]))
         less = counts.flops(*tree_work(tree, counts.attention_ranges))
-        if less > 1.01 * flops:  # a repair that adds cost is undone
-            repaired.pop()
+        if less > 1.01 * flops:  # a repair that adds cost now may gain once others are repaired; else it is left out
+            later.append(cause)
             continue
-        if unique - tree.num_tokens > LEAST * as_is:
-            causes.append(
-                LostSharing(
-                    cause=cause,
-                    title=CAUSES[cause][0],
-                    change=CAUSES[cause][1],
-                    rows=found[cause],
-                    tokens=unique - tree.num_tokens,
-                    flops=max(flops - less, 0.0),
-                    flop_speedup=rows_flops / less if less else 1.0,
-                    **first[cause],
-                )
-            )
+        steps.append((cause, unique - tree.num_tokens, flops - less, less))
         unique, flops = tree.num_tokens, less
+        todo, later = todo + later, []
+
+    def gains(tokens: int, more: float, less: float) -> bool:
+        shown = {f"{rows_flops / each:.2f}" for each in (more, less) if each}
+        return tokens > LEAST * as_is and more > less * (1 + LEAST) and len(shown) == 2
+
+    causes: list[LostSharing] = []
+    for cause, tokens, saved, less in steps:
+        if not gains(tokens, less + saved, less):
+            # It may gain only together with others, which differ at the same places.
+            without = build_tree(search.repaired([step[0] for step in steps if step[0] != cause]))
+            work = counts.flops(*tree_work(without, counts.attention_ranges))
+            if len(steps) == 1 or not gains(without.num_tokens - unique, work, flops):
+                continue
+        causes.append(
+            LostSharing(
+                cause=cause,
+                title=CAUSES[cause][0],
+                change=CAUSES[cause][1],
+                rows=found[cause],
+                tokens=tokens,
+                flops=saved,
+                flop_speedup=rows_flops / less if less else 1.0,
+                **first[cause],
+            )
+        )
     return Diagnosis(
         causes=tuple(causes),
         successive=search.successive,
         broken=search.broken,
         unrelated=search.unrelated,
+        unclear=search.unclear,
         unique=as_is,
         repaired_unique=unique,
         flop_speedup=rows_flops / start if start else 1.0,
@@ -319,10 +341,56 @@ class _Search:
         self.masked = [count > 1 for count in first]
         self.context = [count if masked else ids.size for count, masked, ids in zip(first, self.masked, self.ids)]
         lasts = Counter(int(ids[marks][-1]) for ids, marks in zip(self.ids, self.trained) if marks.any())
-        self.turn_ends = {token for token, count in lasts.items() if count >= 0.1 * len(rows)}
+        self.turn_ends = np.array([token for token, count in lasts.items() if count >= 0.1 * len(rows)], np.int32)
         self.links: list[_Link] = []
-        self.successive = self.broken = self.unrelated = 0
-        self.known: dict[Hashable, str | None] = {}
+        self.successive = self.broken = self.unrelated = self.unclear = 0
+        self.known: dict[Hashable, list[str]] = {}
+        self.words: dict[int, str] = {}
+        self.ends: dict[int, list[int]] = {}
+        self.unsorted: dict[int, Tools] = {}
+        self.tools: dict[int, tuple[int, int]] = {}
+        if tokenizer is not None:
+            self._sort_tools()
+
+    def _sort_tools(self) -> None:
+        """Bring the tools of all prompts into one order; `unsorted` keeps those of rows that this changes."""
+        found, same = {}, {}
+        for number, ids in enumerate(self.ids):
+            system = ids[: self._turns(number)[0]]
+            name = system.tobytes()
+            if name not in same:
+                same[name] = find_tools(system, self._word)
+            if same[name] is not None:
+                found[number] = same[name]
+        order = ToolOrder(tools for tools in same.values() if tools is not None)
+        written: dict[int, Ids] = {}  # by the identity of the tools, which `same` keeps alive
+        for number, tools in found.items():
+            if id(tools) not in written:
+                written[id(tools)] = order.sorted(tools)
+            ids, new = self.ids[number], written[id(tools)]
+            self.tools[number] = (tools.start, tools.start + new.size)
+            if np.array_equal(ids[tools.start : tools.stop], new):
+                continue
+            self.unsorted[number] = tools
+            self.ids[number] = np.concatenate([ids[: tools.start], new, ids[tools.stop :]])
+            marks = np.full(new.size, not self.masked[number])
+            trained = self.trained[number]
+            self.trained[number] = np.concatenate([trained[: tools.start], marks, trained[tools.stop :]])
+            self.context[number] += self.ids[number].size - ids.size
+            del self.ends[number]
+
+    def _word(self, token: int) -> str:
+        if token not in self.words:
+            self.words[token] = self.tokenizer.decode([token])
+        return self.words[token]
+
+    def _turns(self, row: int) -> list[int]:
+        """Tokens of a row before the ends of its first two turns: the system prompt and the first question."""
+        if row not in self.ends:
+            ids = self.ids[row][: self.context[row]]
+            ends = np.flatnonzero(np.isin(ids, self.turn_ends))[:2].tolist() if self.turn_ends.size else []
+            self.ends[row] = (ends + [0, ids.size][len(ends) :])[:2] if ends else [0, ids.size]
+        return self.ends[row]
 
     # Partners
 
@@ -331,19 +399,40 @@ class _Search:
         conversations: dict[tuple[Hashable, ...], list[int]] = {}
         for number, row in enumerate(self.rows):
             conversations.setdefault((row.key, row.group, row.episode), []).append(number)
-        heads: dict[Hashable, list[int]] = {}
+        heads: dict[tuple[Hashable, bool], list[int]] = {}
         later: list[_Link] = []
         for (key, _, episode), members in conversations.items():
-            links = self._later_calls(members, certain=episode is not None)
-            continuing = {link.row for link in links} if episode is None else set(members[1:])
-            heads.setdefault(key, []).extend(number for number in members if number not in continuing)
+            links, loose = self._later_calls(members, certain=episode is not None)
+            # The first call of a conversation, and new contexts in it, are different agents.
+            heads.setdefault((key, False), []).extend(loose[:1] if episode is not None else loose)
+            heads.setdefault((key, True), []).extend(loose[1:] if episode is not None else [])
             later += links
-        for members in heads.values():
-            self._prompts(sorted(members))
-        self.links += sorted(later)
+        for (_, agents), members in heads.items():
+            self._prompts(sorted(members), agents=agents)
+        self.links += sorted(later, key=lambda link: link.row)
+        if self.unsorted:
+            self.links = [self._with_order(link) for link in self.links]
 
-    def _later_calls(self, calls: list[int], *, certain: bool) -> list[_Link]:
-        """Links from calls to the calls that they continue, including unbroken ones.
+    def _with_order(self, link: _Link) -> _Link:
+        """The link with the difference in the order of the tools, if there is one."""
+        span, other = (self.tools.get(row) for row in (link.row, link.partner))
+        if span is None or other is None or span[0] >= link.row_end or other[0] >= link.partner_end:
+            return link
+        ours, theirs = (self._given_tools(row) for row in (link.row, link.partner))
+        if np.array_equal(ours, theirs):
+            return link
+        edit = _Edit(Gap(other[0], other[0], span[0], span[0]), "order")
+        return link._replace(
+            edits=sorted([*link.edits, edit], key=lambda each: (each.gap.second_start, each.cause != "order"))
+        )
+
+    def _given_tools(self, row: int) -> Ids:
+        """The tools of a row in their own order."""
+        start, stop = self.tools[row]
+        return np.concatenate(self.unsorted[row].pieces) if row in self.unsorted else self.ids[row][start:stop]
+
+    def _later_calls(self, calls: list[int], *, certain: bool) -> tuple[list[_Link], list[int]]:
+        """Links from calls to the calls that they continue, including unbroken ones, and the calls that start anew.
 
         Args:
             calls: row numbers in order.
@@ -351,10 +440,13 @@ class _Search:
                 an earlier row with its answer are taken for later calls.
         """
         if len(calls) < 2:
-            return []
+            return [], calls
         partners = earlier_partners(calls, self.ids.__getitem__)
-        found = []
+        prompts: dict[bytes, list[int]] = {}  # earlier rows by their prompts
+        found, loose = [], calls[:1]
         for before, row in pairwise(calls):
+            name = self.ids[before][: self.context[before]].tobytes()
+            prompts.setdefault(name, []).append(before)
             shared = common_prefix(self.ids[before], self.ids[row])
             partner, most = partners[row]
             if most < shared + RUN:
@@ -365,10 +457,21 @@ class _Search:
                 link = self._later_call(row, before, shared, certain=False, least=most)
             if link is None:
                 link = self._later_call(row, partner, most, certain=certain)
-            if link is not None:
+            context = self.context[partner]
+            if link is None and not certain and self.masked[partner] and most >= context < self.context[row]:
+                # Other answers to the same prompt may be those of this conversation.
+                mates = prompts.get(self.ids[partner][:context].tobytes(), [])[-TRIALS:]
+                links = (self._later_call(row, mate, most, certain=False) for mate in mates if mate != partner)
+                link = next(filter(None, links), None)
+                if link is None:
+                    self.unclear += 1
+                    continue
+            if link is None:
+                loose.append(row)
+            else:
                 found.append(link)
         self.successive += len(calls) - 1 if certain else len(found)
-        return found
+        return found, loose
 
     def _later_call(self, row: int, partner: int, shared: int, *, certain: bool, least: int = 0) -> _Link | None:
         """The link from a call to the call that it continues; None if it does not.
@@ -389,30 +492,38 @@ class _Search:
             # Another answer to the same prompt.
             return _Link(row, partner, [], second.size, second.size) if certain else None
         found = align(first, second, to_end=True)
-        edits = self._classified(row, partner, found, later=True)
-        if not certain:
-            if not found.gaps:
-                return None
-            whole = found.first_end == first.size and found.agreed >= max(self.context[partner] // 2, RUN, least)
-            # Answers to two different prompts are not one conversation: the partner's answer must reappear.
-            answer = self.trained[partner].sum()
-            for gap in found.gaps:
-                answer -= self.trained[partner][gap.first_start : gap.first_stop].sum()
-            begins = found.gaps[0].first_start >= self.context[partner] - 2
-            if not (whole and len(edits) == len(found.gaps) and (begins or answer >= RUN // 2)):
-                return None
+        answer = self.trained[partner]
+        again = int(answer[: found.first_end].sum())
+        again -= sum(int(answer[gap.first_start : gap.first_stop].sum()) for gap in found.gaps)
+        context = self.context[partner]
+        reappears = again >= min(ANSWER, int(answer.sum()))
+        if certain:
+            begins = bool(found.gaps) and found.gaps[0].first_start >= context - 2
+            continues = not self.masked[partner] or reappears or begins or found.second_end == second.size
+        else:
+            whole = found.first_end == first.size and found.agreed >= max(context // 2, RUN, least)
+            continues = whole and reappears
+        edits = self._classified(row, partner, found, later=True) if continues and found.gaps else []
+        if not certain and not edits:
+            return None
         self.broken += 1
         if not edits:
             self.unrelated += 1
             return None
         return _linked(row, partner, found, edits)
 
-    def _prompts(self, members: list[int]) -> None:
-        """Link the prompts of rows that continue no other row, each distinct prompt once."""
+    def _prompts(self, members: list[int], *, agents: bool) -> None:
+        """Link the prompts of rows that continue no other row, each distinct prompt once.
+
+        Args:
+            members: row numbers.
+            agents: whether these are new contexts inside conversations: agents with prompts of their own.
+        """
         prompts: dict[Hashable, list[int]] = {}
         for number in members:
             prompt = self.ids[number][: self.context[number]]
-            name = (self.rows[number].group, self.masked[number], prompt.tobytes())
+            tools = self._given_tools(number).tobytes() if number in self.tools else b""
+            name = (self.rows[number].group, self.masked[number], tools, prompt.tobytes())
             prompts.setdefault(name, []).append(number)
         fronts = Counter(int(self.ids[number][0]) for number in members if self.ids[number].size)
         # Others are compared with the prompts of the most common first token, the longest of them first.
@@ -437,7 +548,7 @@ class _Search:
                 found = align(context[candidate], context[number])
                 if found.gaps and found.agreed > max(most, shared):
                     edits = self._classified(number, candidate, found, later=False)
-                    if edits:
+                    if edits and not (agents and any(edit.cause == "values" for edit in edits)):
                         best, most = _linked(number, candidate, found, edits), found.agreed
             if best is None and shared:
                 best = _Link(number, partner, [], shared, shared)
@@ -448,67 +559,163 @@ class _Search:
 
     def _classified(self, row: int, partner: int, found: Alignment, *, later: bool) -> list[_Edit]:
         """The gaps with their causes, up to the first gap that is not lost sharing."""
-        edits = self._tools(row, partner, found, later=later)
-        done = edits[-1].gap.second_stop if edits else -1
+        edits: list[_Edit] = []
+        sizes = [max(gap.first_stop - gap.first_start, gap.second_stop - gap.second_start) for gap in found.gaps]
+        runs = [found.run_after(number) for number in range(len(sizes))]
         for number, gap in enumerate(found.gaps):
-            if gap.second_stop <= done:
-                continue
-            cause = self._cause(row, partner, gap, later=later)
-            run = found.run_after(number)
+            causes = self._causes(row, partner, gap, later=later)
             if not later:
-                # Different questions in the same words agree by chance: require much more agreement than difference.
-                size = max(gap.first_stop - gap.first_start, gap.second_stop - gap.second_start)
-                least = max(2 * RUN, 4 * size) if cause == "values" or not self.masked[row] else RUN
-                if run < least or (not self.masked[row] and cause not in ("front", "truncation")):
+                # Different questions in the same words agree by chance: require much more agreement than difference,
+                # behind this gap or behind some of the next ones.
+                unsure = {"dates", "ids", "values"}.intersection(edit.cause for edit in causes) or not self.masked[row]
+                known = self.masked[row] or {edit.cause for edit in causes} <= {"front", "truncation"}
+                behind = zip(accumulate(runs[number:]), accumulate(sizes[number:]))
+                agrees = any(run >= (max(2 * RUN, 4 * size) if unsure else RUN) for run, size in behind)
+                # Behind the first question are the answers of two conversations.
+                if not agrees or not known or (unsure and gap.second_start > self._turns(row)[1]):
                     break
-            edits.append(_Edit(gap, cause))
+            edits += causes
         return edits
+
+    def _causes(self, row: int, partner: int, gap: Gap, *, later: bool) -> list[_Edit]:
+        """The pieces of a gap, each with its cause; neighbours of the same cause are one piece."""
+        ours = self.ids[row][gap.second_start : gap.second_stop]
+        theirs = self.ids[partner][gap.first_start : gap.first_stop]
+        if self._is_cut(gap):
+            return [_Edit(gap, "truncation")]
+        moved = ours.size == theirs.size and np.array_equal(np.sort(ours), np.sort(theirs))
+        ends = [np.flatnonzero(np.isin(side, self.turn_ends)) + 1 for side in (theirs, ours)]
+        pieces = [gap]  # in another order, or whole messages dropped or replaced
+        if not moved and not (later and len(ends[0]) != len(ends[1])):
+            messages = _cut_at(gap, *ends) if len(ends[0]) == len(ends[1]) else [gap]
+            pieces = [piece for message in messages for piece in self._pieces(message, partner, row)]
+        edits: list[_Edit] = []
+        for piece in pieces:
+            cause = self._cause(row, partner, piece, later=later)
+            if edits and edits[-1].cause == cause:
+                piece = Gap(
+                    edits[-1].gap.first_start, piece.first_stop, edits.pop().gap.second_start, piece.second_stop
+                )
+            edits.append(_Edit(piece, cause))
+        return edits
+
+    def _pieces(self, gap: Gap, partner: int, row: int) -> Iterator[Gap]:
+        """A gap cut at a think block at either end of one side, and where both sides agree for a few tokens."""
+        first, last, second, end = gap
+        theirs, ours = self.ids[partner][first:last], self.ids[row][second:end]
+        same = common_prefix(theirs, ours)
+        tail = common_prefix(theirs[same:][::-1], ours[same:][::-1])
+        first, last, second, end = first + same, last - tail, second + same, end - tail
+        theirs, ours = theirs[same : theirs.size - tail], ours[same : ours.size - tail]
+        if not theirs.size and not ours.size:
+            return
+        sides = [self._blocks(side) for side in (theirs, ours)]
+        if bool(sides[0]) != bool(sides[1]):
+            (start, stop), longer = (sides[0] or sides[1])[0], bool(sides[0])
+            if start == 0:
+                cut = Gap(first, first + stop, second, second) if longer else Gap(first, first, second, second + stop)
+                yield cut
+                yield from self._pieces(Gap(cut.first_stop, last, cut.second_stop, end), partner, row)
+                return
+            if stop == len(theirs if longer else ours):
+                cut = Gap(first + start, last, end, end) if longer else Gap(last, last, second + start, end)
+                yield from self._pieces(Gap(first, cut.first_start, second, cut.second_start), partner, row)
+                yield cut
+                return
+        found = align(theirs, ours, run=PIECE)
+        for a, b, c, d in (*found.gaps, Gap(found.first_end, theirs.size, found.second_end, ours.size)):
+            if a < b or c < d:
+                yield Gap(first + a, first + b, second + c, second + d)
+
+    def _blocks(self, ids: Ids) -> list[tuple[int, int]]:
+        """The think blocks among tokens, with the white space behind them."""
+        if self.tokenizer is None or not ids.size or ids.size > 4 * WIDEST:
+            return []
+        words = [self._word(token) for token in ids.tolist()]
+        marks = [at for at, word in enumerate(words) if _THINK.search(word)]
+        blocks = []
+        for opening, closing in zip(marks[::2], marks[1::2]):
+            stop = closing + 1
+            while stop < len(words) and not words[stop].strip():
+                stop += 1
+            blocks.append((opening, stop))
+        return blocks
 
     def _cause(self, row: int, partner: int, gap: Gap, *, later: bool) -> str:
         ours = self.ids[row][gap.second_start : gap.second_stop]
         theirs = self.ids[partner][gap.first_start : gap.first_stop]
-        at_front = gap.first_start == gap.second_start == 0
-        if at_front and max(ours.size, theirs.size) == 1:
+        if gap.first_start == gap.second_start == 0 and max(ours.size, theirs.size) == 1:
             return "front"
-        kind = None if self.tokenizer is None else self._textual(row, partner, gap)
-        if kind in ("retokenised", "whitespace"):
-            return kind
-        if self._is_cut(gap) or (ours.size == 0 and (later and not self.turn_ends.isdisjoint(theirs.tolist()))):
-            return "truncation"
-        if kind is not None:
-            return kind
+        system = not later or gap.second_start < self._turns(row)[0]
+        kinds = [] if self.tokenizer is None else self._textual(row, partner, gap)
+        if kinds and kinds[0] in ("retokenised", "whitespace"):
+            return kinds[0]
+        if not system:
+            dropped = int(np.isin(theirs, self.turn_ends).sum())
+            if dropped != int(np.isin(ours, self.turn_ends).sum()):
+                return "truncation" if not ours.size and dropped > 1 else "history"
+        if "think" in kinds:
+            return "think"
+        if not system:
+            return self._rewritten(partner, gap, "arguments" in kinds)
+        if any(self._within_tools(*each) for each in ((partner, *gap[:2]), (row, *gap[2:]))) or "schema" in kinds:
+            return "tool list"
         if ours.size == theirs.size > 1 and np.array_equal(np.sort(ours), np.sort(theirs)):
             return "order"
-        if not later or gap.second_start < self._system_end(partner):
-            return "values"
-        return "changed" if self.tokenizer is None else "rewritten"
+        return next((kind for kind in kinds if kind in ("dates", "ids")), "values")
+
+    def _rewritten(self, partner: int, gap: Gap, arguments: bool) -> str:
+        """Who changed the history: the chat template changes answers and their headers, the harness everything."""
+        if self.tokenizer is None:
+            return "changed"
+        start, stop = gap.first_start, max(gap.first_stop, gap.first_start + 1)
+        message = int(np.isin(self.ids[partner][start : self.context[partner]], self.turn_ends).sum())
+        if arguments or (self.masked[partner] and message and not self.trained[partner][start:stop].any()):
+            return "history"
+        return "rewritten"
 
     def _is_cut(self, gap: Gap) -> bool:
         """Whether a row lacks the beginning of its partner, apart from up to three equal tokens."""
         return gap.second_start == gap.second_stop < 4 and gap.first_stop - gap.first_start > 1
 
-    def _system_end(self, row: int) -> int:
-        """Tokens before the first end of a turn: the system prompt, if there is one."""
-        ends = np.flatnonzero(np.isin(self.ids[row][: self.context[row]], list(self.turn_ends)))
-        return int(ends[0]) if ends.size else 0
+    def _within_tools(self, row: int, start: int, stop: int) -> bool:
+        first, last = self.tools.get(row, (0, -1))
+        return first <= start and stop <= last
 
-    def _textual(self, row: int, partner: int, gap: Gap) -> str | None:
-        """The cause that the text of a difference shows, if any; equal differences are decoded once."""
+    def _textual(self, row: int, partner: int, gap: Gap) -> list[str]:
+        """The kinds of difference that its text shows; equal differences are decoded once."""
         # Decode with equal neighbouring tokens, so that characters of several tokens are whole in both.
-        before = min(gap.first_start, gap.second_start, 2)
-        after = min(self.ids[partner].size - gap.first_stop, self.ids[row].size - gap.second_stop, 2)
+        one, other = self.ids[partner], self.ids[row]
+        fronts = (ids[max(start - 2, 0) : start][::-1] for ids, start in ((one, gap[0]), (other, gap[2])))
+        before = common_prefix(*fronts)
+        after = common_prefix(one[gap.first_stop :][:2], other[gap.second_stop :][:2])
         ours = self._ends(self.ids[row], gap.second_start - before, gap.second_stop + after)
         theirs = self._ends(self.ids[partner], gap.first_start - before, gap.first_stop + after)
-        name = (ours.tobytes(), theirs.tobytes())
+        # A date or an id is read with the words around the tokens that differ.
+        left = self.ids[row][max(gap.second_start - before - AROUND, 0) : gap.second_start - before]
+        right = self.ids[row][gap.second_stop + after :][: 2 * AROUND]
+        name = tuple(ids.tobytes() for ids in (left, ours, theirs, right))
         if name not in self.known:
-            one, other = self.tokenizer.decode(ours), self.tokenizer.decode(theirs)
-            self.known[name] = None
+            decode = self.tokenizer.decode
+            one, other = decode(ours), decode(theirs)
+            kinds = self.known[name] = []
             if one == other:
-                self.known[name] = "retokenised"
+                kinds.append("retokenised")
             elif "".join(one.split()) == "".join(other.split()):
-                self.known[name] = "whitespace"
-            elif len(_THINK.findall(one)) != len(_THINK.findall(other)):
-                self.known[name] = "think"
+                kinds.append("whitespace")
+            if len(_THINK.findall(one)) != len(_THINK.findall(other)):
+                kinds.append("think")
+            plain, again = (Counter(re.sub(r'[\s\\"]', "", text)) for text in (one, other))
+            if plain == again and "{" in decode(left) + one:
+                kinds.append("arguments")
+            spans = (self.ids[row], *gap[2:]), (self.ids[partner], *gap[:2])
+            if any(TOOL.search(decode(self._ends(*span))) for span in spans):
+                kinds.append("schema")
+            full = [decode(np.concatenate([left, ids, right])) for ids in (ours, theirs)]
+            inside = (len(decode(left)), len(decode(right)))
+            for kind, pattern in (("dates", _DATE), ("ids", _ID)):
+                if all(_touches(pattern, text, inside[0], len(text) - inside[1]) for text in full):
+                    kinds.append(kind)
         return self.known[name]
 
     def _ends(self, ids: Ids, start: int, stop: int) -> Ids:
@@ -517,35 +724,13 @@ class _Search:
             return ids[start:stop]
         return np.concatenate([ids[start : start + 2 * SHOWN], ids[stop - 2 * SHOWN : stop]])
 
-    def _tools(self, row: int, partner: int, found: Alignment, *, later: bool) -> list[_Edit]:
-        """The gaps in the tools of a prompt as one difference; empty if the tools are the same."""
-        if self.tokenizer is None or not found.gaps or self._is_cut(found.gaps[0]):
-            return []
-        end = self._system_end(partner) if later else self.context[partner]
-        gaps = [gap for gap in found.gaps if gap.first_start < end]
-        if not gaps or found.run_after(len(gaps) - 1) < RUN:
-            return []
-        gap = Gap(gaps[0].first_start, gaps[-1].first_stop, gaps[0].second_start, gaps[-1].second_stop)
-        decode, ours, theirs = self.tokenizer.decode, self.ids[row], self.ids[partner]
-        spans = ((theirs, gap.first_start, gap.first_stop), (ours, gap.second_start, gap.second_stop))
-        around = (ours[max(gap.second_start - SHOWN, 0) : gap.second_start], ours[gap.second_stop :][:SHOWN])
-        if not any(_TOOL_SCHEMA.search(decode(self._ends(*span))) for span in spans) and not all(
-            _TOOL_SCHEMA.search(decode(ids)) for ids in around
-        ):
-            return []
-        texts = [decode(ids[start : stop + AROUND]) for ids, start, stop in spans]
-        one, other = texts
-        if "".join(one.split()) == "".join(other.split()):
-            return []
-        return [_Edit(gap, "order" if Counter(one) == Counter(other) else "tool list")]
-
     # Repairs
 
     def repaired(self, causes: Collection[str]) -> list[Trajectory]:
         """The rows without the differences of these causes; without any cause, as they are.
 
-        Padding is repaired with any cause, since every difference lies behind it. In a row with several differences,
-        those behind the first one that stays are not repaired.
+        Padding is repaired with any cause, since every difference lies behind it. A repaired row has its partner's
+        tokens, repaired before it, wherever both agree and inside repaired differences.
         """
         if not causes:
             return [
@@ -553,36 +738,68 @@ class _Search:
                 for row in self.rows
             ]
         ids, trained = list(self.ids), list(self.trained)
-        # For each position of a rewritten row: where it is now, -1 inside differences that are gone.
+        # For each position of a rewritten row: where it is now; behind what replaces it if it is gone.
         places: dict[int, NDArray[np.int64]] = {}
+        if "order" not in causes:
+            for row, tools in self.unsorted.items():
+                ids[row], trained[row], places[row] = self._as_given(row, tools)
         for link in self.links:
-            row, partner, edits = link.row, link.partner, link.edits
-            if partner not in places and not any(edit.cause in causes for edit in edits):
+            row, partner = link.row, link.partner
+            if partner not in places and not any(edit.cause in causes for edit in link.edits):
                 continue
-            # Up to the first difference that stays, the row gets its partner's rewritten tokens.
-            stays = next((edit.gap for edit in edits if edit.cause not in causes), None)
-            stop, at = (link.partner_end, link.row_end) if stays is None else (stays.first_start, stays.second_start)
             moved = places.get(partner, np.arange(self.ids[partner].size + 1))
-            theirs, i, j = np.full(at + 1, -1), 0, 0  # the partner's positions of the row's first tokens
-            for gap, _ in edits:
-                if gap.second_stop <= at:
-                    theirs[j : gap.second_start + 1] = np.arange(i, i + gap.second_start + 1 - j)
-                    i, j = gap.first_stop, gap.second_stop
-            theirs[j:] = np.arange(i, i + at + 1 - j)
-            while moved[stop] < 0:
-                stop, at = stop - 1, at - 1
-            head, theirs = int(moved[stop]), theirs[:at]
-            copied = np.where(theirs < 0, -1, moved[theirs])
-            places[row] = np.append(copied, np.arange(at, self.ids[row].size + 1) + head - at)
-            ids[row] = np.concatenate([ids[partner][:head], self.ids[row][at:]])
-            # The copied tokens are context; trained if the row's context is unknown.
-            trained[row] = np.concatenate([np.full(head, not self.masked[row]), self.trained[row][at:]])
+            own = places.get(row, np.arange(self.ids[row].size + 1))
+            place, pieces, size, low, i, j = own.copy(), [], 0, 0, 0, 0
+            rest = _Edit(Gap(link.partner_end, link.partner_end, link.row_end, self.ids[row].size), "")
+            for (first, first_stop, second, second_stop), cause in [*self._steps(link, causes), rest]:
+                if second < j and cause:
+                    continue  # inside tools in their own order
+                first, second = max(first, i), max(second, j)
+                copied = ids[partner][low : moved[first]]
+                pieces.append((copied, np.full(copied.size, not self.masked[row])))
+                place[j : second + 1] = moved[i : first + 1] - low + size
+                size += copied.size
+                stays = cause not in causes
+                source, span, at = (row, (second, second_stop), own) if stays else (partner, (first, first_stop), moved)
+                new = slice(at[span[0]], at[span[1]])
+                marks = trained[row][new] if stays else np.full(new.stop - new.start, not self.masked[row])
+                pieces.append((ids[source][new], marks))
+                if stays:
+                    place[second : second_stop + 1] = own[second : second_stop + 1] - own[second] + size
+                size += new.stop - new.start
+                if not stays:
+                    place[second + 1 : second_stop + 1] = place[second_stop] = size
+                low, i, j = int(moved[first_stop]), first_stop, second_stop
+            ids[row], trained[row] = (np.concatenate(each) for each in zip(*pieces))
+            places[row] = place
         return [
             Trajectory(ids[number], loss_weights=trained[number].astype(np.float64), key=row.key)
-            if number in places or ids[number].size < len(row) or row.experts is not None
+            if number in places or number in self.unsorted or ids[number].size < len(row) or row.experts is not None
             else row
             for number, row in enumerate(self.rows)
         ]
+
+    def _steps(self, link: _Link, causes: Collection[str]) -> Iterator[_Edit]:
+        """The differences of a link; tools in their own order are one difference, whatever else differs in them."""
+        for edit in link.edits:
+            if edit.cause == "order" and edit.gap.second_start == edit.gap.second_stop and "order" not in causes:
+                yield _Edit(Gap(*self.tools[link.partner], *self.tools[link.row]), "order")
+            else:
+                yield edit
+
+    def _as_given(self, row: int, tools: Tools) -> tuple[Ids, NDArray[np.bool_], NDArray[np.int64]]:
+        """A row with its tools in their own order: its tokens, which are trained, and where each sorted token is."""
+        start, stop = self.tools[row]
+        ids, trained, given = self.ids[row], self.trained[row], np.concatenate(tools.pieces)
+        place = np.arange(ids.size + 1)
+        place[stop:] += given.size - (stop - start)
+        place[start + 1 : stop] = place[stop]
+        marks = np.full(given.size, not self.masked[row])
+        return (
+            np.concatenate([ids[:start], given, ids[stop:]]),
+            np.concatenate([trained[:start], marks, trained[stop:]]),
+            place,
+        )
 
     def affected(self) -> Counter[str]:
         """For each cause, the rows that differ from their partner or share such a difference with it."""
@@ -617,7 +834,23 @@ class _Search:
                     seen.add(cause)
                     ours, theirs = (gap.second_start, gap.second_stop), (gap.first_start, gap.first_stop)
                     split = cause == "retokenised"
-                    yield cause, self._example(link.row, link.partner, self.ids[link.row], ours, theirs, split)
+                    if cause == "order" and ours[0] == ours[1]:
+                        yield cause, self._order_example(link)
+                    else:
+                        yield cause, self._example(link.row, link.partner, self.ids[link.row], ours, theirs, split)
+
+    def _order_example(self, link: _Link) -> dict[str, Any]:
+        """The tools of both rows in their own order."""
+        texts, spans = [], []
+        for row in (link.row, link.partner):
+            start, stop = self.tools[row]
+            given = self._given_tools(row)
+            texts.append(np.concatenate([self.ids[row][:start], given, self.ids[row][stop:]]))
+            spans.append((start, start + given.size))
+        same = common_prefix(*(ids[start:stop] for ids, (start, stop) in zip(texts, spans)))
+        spans = [(start + same, stop) for start, stop in spans]
+        names = self._example(link.row, link.partner, texts[0], spans[0], spans[0])
+        return names | {"partner_text": self._marked(texts[1], *spans[1], False)}
 
     def _example(
         self, row: int, partner: int, ids: Ids, ours: tuple[int, int], theirs: tuple[int, int], split: bool = False
@@ -674,7 +907,7 @@ def _without_padding(rows: Sequence[Trajectory], known: int | None) -> tuple[int
                 trained = np.flatnonzero(row.weights)
                 free = len(row) - 1 - int(trained[-1]) if trained.size else len(row)
                 count[number] = min(count[number], free)
-        if len(set(count)) < 2:
+        if len(set(count)) < 2 or (pad != known and max(count) < PADDING):
             continue
         for number, cut in enumerate(count):
             if 0 < cut < ids[number].size:
@@ -690,6 +923,22 @@ def _repeats(ids: Ids, token: int) -> int:
     return int(other.argmax()) if other.any() else ids.size
 
 
+def _cut_at(gap: Gap, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[Gap]:
+    """A gap cut after equally many places of both sides."""
+    cuts = [
+        (0, 0),
+        *zip(first.tolist(), second.tolist()),
+        (gap.first_stop - gap.first_start, gap.second_stop - gap.second_start),
+    ]
+    a, b = gap.first_start, gap.second_start
+    return [Gap(a + one[0], a + other[0], b + one[1], b + other[1]) for one, other in pairwise(cuts)]
+
+
+def _touches(pattern: re.Pattern[str], text: str, start: int, stop: int) -> bool:
+    """Whether a match overlaps or touches characters [start, stop) of a text."""
+    return any(found.start() <= stop and found.end() >= start for found in pattern.finditer(text))
+
+
 def _linked(row: int, partner: int, found: Alignment, edits: list[_Edit]) -> _Link:
     """A link up to the first gap that is not lost sharing."""
     last = edits[-1].gap
@@ -697,122 +946,3 @@ def _linked(row: int, partner: int, found: Alignment, edits: list[_Edit]) -> _Li
     if later:
         return _Link(row, partner, edits, later[0].first_start, later[0].second_start)
     return _Link(row, partner, edits, found.first_end, found.second_end)
-
-
-def align(first: Ids, second: Ids, *, to_end: bool = False) -> Alignment:
-    """Follow two rows through their differences.
-
-    Args:
-        first: int32 [L].
-        second: int32 [M].
-        to_end: whether the second row is expected to contain all of the first: then fewer than `RUN` tokens at the
-            end of the first row are an agreement too.
-    """
-    gaps: list[Gap] = []
-    i = j = 0
-    while True:
-        same = common_prefix(first[i:], second[j:])
-        i, j = i + same, j + same
-        if i == first.size or j == second.size:
-            return Alignment(gaps, i, j)
-        found = _reordered(first[i:], second[j:]) or _agreement(first[i:], second[j:])
-        if found is None and to_end:
-            found = _ending(first[i:], second[j:])
-        if found is None:
-            return Alignment(gaps, i, j)
-        gaps.append(Gap(i, i + found[0], j, j + found[1]))
-        i, j = i + found[0], j + found[1]
-
-
-def _reordered(first: Ids, second: Ids) -> tuple[int, int] | None:
-    """The least number of tokens that both begin with in another order, with `RUN` equal tokens behind."""
-    count = max(min(first.size, second.size, WINDOWS[-1]), RUN)
-    # Sums of hashes are equal where both have had the same tokens so far, in any order.
-    same = np.flatnonzero(np.equal(*(np.cumsum(_hashes(ids[: count - RUN])) for ids in (first, second))))
-    for end in (same[:4] + 1).tolist():
-        if np.array_equal(first[end : end + RUN], second[end : end + RUN]):
-            return end, end
-    return None
-
-
-def _hashes(ids: Ids) -> NDArray[np.uint64]:
-    """A hash of every token, not linear in its id."""
-    mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    return mixed * np.uint64(0xBF58476D1CE4E5B9)
-
-
-def _agreement(first: Ids, second: Ids) -> tuple[int, int] | None:
-    """Where both agree again: how many tokens to skip in each.
-
-    This is the place that skips fewest tokens, unless it may be a phrase that is repeated: if fewer tokens agree there
-    than are skipped, or a quarter of those that agree where tokens are only missing in one of the two.
-    """
-    one, other = (_run_hashes(ids[: WINDOWS[-1]]) for ids in (first, second))
-    if not one.size or not other.size:
-        return None
-    missing = [(int(i), 0) for i in np.flatnonzero(one == other[0])[:4]]
-    missing += [(0, int(j)) for j in np.flatnonzero(other == one[0])[:4]]
-    best = max(((common_prefix(first[i:], second[j:]), i, j) for i, j in missing), default=(0, 0, 0))
-    for window in WINDOWS:
-        values, at = np.unique(one[:window], return_index=True)  # the first position of each run
-        place = np.minimum(np.searchsorted(values, other[:window]), values.size - 1)
-        hits = np.flatnonzero(values[place] == other[:window])
-        near = hits[np.argsort(hits + at[place[hits]], kind="stable")[:4]].tolist()
-        found = [(common_prefix(first[at[place[j]] :], second[j:]), int(at[place[j]]), j) for j in near]
-        for run, i, j in found:
-            if run >= max(RUN, i, j) and 4 * run >= best[0]:
-                return i, j
-        best = max([best, *found])
-        if max(one.size, other.size) <= window:
-            break
-    return best[1:] if best[0] >= RUN else None
-
-
-def _run_hashes(ids: Ids) -> NDArray[np.uint64]:
-    """A hash of every run of `RUN` tokens, uint64 [L - RUN + 1]."""
-    hashes = ids.astype(np.uint64) + np.uint64(1)
-    width, factor = 1, 0x9E3779B97F4A7C15
-    while width < RUN:
-        hashes = hashes[:-width] * np.uint64(factor) + hashes[width:]
-        width, factor = 2 * width, factor * factor % (1 << 64)
-    return hashes
-
-
-def _ending(first: Ids, second: Ids) -> tuple[int, int] | None:
-    """As `_agreement`, for the longest of the last tokens of `first`, fewer than `RUN`, that stand in `second`."""
-    near = second[: first.size + RUN]
-    for count in range(min(RUN - 1, first.size, near.size), 0, -1):
-        tail = first[-count:]
-        starts = np.flatnonzero(near[: near.size - count + 1] == tail[0])
-        for j in starts.tolist():
-            if np.array_equal(near[j : j + count], tail):
-                return first.size - count, j
-    return None
-
-
-def earlier_partners(numbers: Sequence[int], ids: Callable[[int], NDArray[Any]]) -> dict[int, tuple[int, int]]:
-    """For every row but the first: the row before it in `numbers` that shares the longest prefix, and its length.
-
-    Args:
-        numbers: row numbers, in the order in which they count as earlier.
-        ids: the token ids of a row.
-    """
-    when = {number: place for place, number in enumerate(numbers)}
-    ordered, shared = map(list, zip(*sorted_by_prefix(list(numbers), ids)))
-    best: dict[int, tuple[int, int]] = {}
-    for row, partner, length in (*_nearest(ordered, shared, when), *_nearest(ordered[::-1], [0, *shared[:0:-1]], when)):
-        if row not in best or length > best[row][1]:
-            best[row] = (partner, length)
-    return best
-
-
-def _nearest(ordered: list[int], shared: list[int], when: dict[int, int]) -> Iterator[tuple[int, int, int]]:
-    """(row, the nearest row before it in the order that is also earlier, tokens they share)."""
-    stack: list[tuple[int, int]] = []  # (row, tokens it shares with the row below it on the stack); ascending `when`
-    for row, length in zip(ordered, shared):
-        while stack and when[stack[-1][0]] > when[row]:
-            length = min(length, stack.pop()[1])
-        if stack:
-            yield row, stack[-1][0], length
-        stack.append((row, length))
