@@ -271,6 +271,61 @@ def test_a_call_with_a_token_in_front_is_compared_with_the_call_before_it_not_wi
     assert found.repaired_unique == build_tree(CLEAN).num_tokens + 1  # now all begin with the token
 
 
+def masked(context, answer, **facts):
+    return Trajectory(context + answer, loss_weights=[0] * len(context) + [1] * len(answer), **facts)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_sub_agents_with_a_system_prompt_of_their_own_are_no_value_that_varies(named):
+    tools, rows = [token for tool in TOOLS for token in tool], []
+    for group in range(6):
+        facts = {"group": group, "episode": 0} if named else {}
+        main = [*words((50,), 10), 200, *words((51,), 5), *tools, END, TURN, *words((52, group), 20), END, TURN]
+        said = [*words((53, group), 15), END]
+        rows.append(masked(main, said, **facts))
+        for agent in range(2):
+            task = [END, TURN, *words((54, group, agent), 20), END, TURN]
+            own = [*words((50,), 10), 201 + agent * named, *words((51,), 5), *tools, *task]
+            rows.append(masked(own, [*words((55, group, agent), 15), END], **facts))
+        rows.append(
+            masked([*main, *said, TURN, *words((56, group), 30), END, TURN], [*words((57, group), 15), END], **facts)
+        )
+    found = diagnose(rows, COUNTS, Words())
+    assert not named or (found.unrelated, found.causes) == (12, ())
+    assert found.broken == 12 * named
+
+
+def test_swapped_results_of_parallel_tools_are_rewritten_history_and_no_order_of_tools():
+    rows = []
+    for group in range(6):
+        results = [[TURN, *words((60, group, tool), 20), END] for tool in range(2)]
+        prompt = [*SYSTEM, *(token for tool in TOOLS for token in tool), END, TURN, *words((61, group), 20), END]
+        call, said = [TURN, *words((62, group), 20), END], [*words((63, group), 40), END]
+        first = [*prompt, *call, *results[0], *results[1], TURN]
+        second = [*prompt, *call, *results[1], *results[0], TURN, *said, TURN, *words((64, group), 9), END, TURN]
+        rows += [masked(first, said, group=group, episode=0)]
+        rows += [masked(second, [*words((65, group), 9), END], group=group, episode=0)]
+    (lost,) = diagnose(rows, COUNTS, Words()).causes
+    assert (lost.cause, lost.rows) == ("history", 6)
+
+
+def test_interleaved_calls_without_episodes_are_linked_by_their_answers_or_asked_for():
+    rows = [row for call in range(4) for trial in range(4) for row in planted("think")[4 * trial + call : 16 : 16]]
+    plain = [row.replace(episode=None, group=None) for row in rows]
+    found = diagnose(plain, COUNTS, Words())
+    assert [(lost.cause, lost.rows) for lost in found.causes] == [("think", 12)] and found.unclear == 0
+    # Without the first calls of three conversations, nobody knows what their second calls continue.
+    found = diagnose([row for row in plain if row.id not in ("0/1/0", "0/2/0", "0/3/0")], COUNTS, Words())
+    assert found.unclear == 3 and "--map episode=KEY" in found.explain()
+    assert [(lost.cause, lost.rows) for lost in found.causes] == [("think", 9)]
+
+
+def test_a_cause_that_gains_nothing_is_none():
+    drawn = np.random.default_rng(0)
+    rows = [Trajectory(drawn.integers(0, 9, 2)) for _ in range(2000)]
+    assert diagnose(rows, COUNTS, Words()).causes == ()
+
+
 def test_different_questions_that_agree_in_some_words_are_no_loss():
     phrase = words((40,), 2 * RUN)
     rows = []

@@ -27,6 +27,7 @@ not with its answer may belong to a third: it is repaired from nobody, and the r
 
 import dataclasses
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -443,10 +444,14 @@ class _Search:
             return [], calls
         partners = earlier_partners(calls, self.ids.__getitem__)
         prompts: dict[bytes, list[int]] = {}  # earlier rows by their prompts
+        lengths: list[int] = []  # of these prompts, in order
         found, loose = [], calls[:1]
         for before, row in pairwise(calls):
-            name = self.ids[before][: self.context[before]].tobytes()
-            prompts.setdefault(name, []).append(before)
+            if not certain and self.masked[before]:
+                size = self.context[before]
+                prompts.setdefault(self.ids[before][:size].tobytes(), []).append(before)
+                at = bisect_left(lengths, size)
+                lengths[at:at] = [size] * (lengths[at : at + 1] != [size])
             shared = common_prefix(self.ids[before], self.ids[row])
             partner, most = partners[row]
             if most < shared + RUN:
@@ -457,13 +462,14 @@ class _Search:
                 link = self._later_call(row, before, shared, certain=False, least=most)
             if link is None:
                 link = self._later_call(row, partner, most, certain=certain)
-            context = self.context[partner]
-            if link is None and not certain and self.masked[partner] and most >= context < self.context[row]:
-                # Other answers to the same prompt may be those of this conversation.
-                mates = prompts.get(self.ids[partner][:context].tobytes(), [])[-TRIALS:]
-                links = (self._later_call(row, mate, most, certain=False) for mate in mates if mate != partner)
+            if link is None and not certain and self.masked[row]:
+                # Other rows with a prompt that this one begins with may be of this conversation.
+                ids, place = self.ids[row], bisect_right(lengths, min(most, self.context[row] - 1))
+                sizes = lengths[max(place - TRIALS, 0) : place][::-1]
+                mates = next(filter(None, (prompts.get(ids[:size].tobytes()) for size in sizes)), [])
+                links = (self._later_call(row, mate, most, certain=False) for mate in mates[-TRIALS:])
                 link = next(filter(None, links), None)
-                if link is None:
+                if mates and link is None:
                     self.unclear += 1
                     continue
             if link is None:
