@@ -57,6 +57,8 @@ WIDEST = 1024
 """A difference of more than four times as many tokens is not searched for think blocks."""
 PIECE = 4
 """Equal tokens that cut a difference in two."""
+HEADER = 8
+"""Most tokens between the end of a message and the text of the next one."""
 ANSWER = 4
 """Tokens of an answer that must reappear in a later call."""
 PADDING = 4
@@ -655,11 +657,13 @@ class _Search:
         system = not later or gap.second_start < self._turns(row)[0]
         kinds = [] if self.tokenizer is None else self._textual(row, partner, gap)
         if kinds and kinds[0] in ("retokenised", "whitespace"):
-            return kinds[0]
+            return "history" if "arguments" in kinds and not system else kinds[0]
         if not system:
             dropped = int(np.isin(theirs, self.turn_ends).sum())
             if dropped != int(np.isin(ours, self.turn_ends).sum()):
-                return "truncation" if not ours.size and dropped > 1 else "history"
+                start = self.ids[partner][max(gap.first_start - HEADER, 0) : gap.first_start]
+                whole = not ours.size and dropped > 1 and np.isin(start, self.turn_ends).any()
+                return "truncation" if whole else "history"
         if "think" in kinds:
             return "think"
         if not system:
@@ -712,7 +716,7 @@ class _Search:
             if len(_THINK.findall(one)) != len(_THINK.findall(other)):
                 kinds.append("think")
             plain, again = (Counter(re.sub(r'[\s\\"]', "", text)) for text in (one, other))
-            if plain == again and "{" in decode(left) + one:
+            if plain == again and one != other and '":' in one and '":' in other:
                 kinds.append("arguments")
             spans = (self.ids[row], *gap[2:]), (self.ids[partner], *gap[:2])
             if any(TOOL.search(decode(self._ends(*span))) for span in spans):
