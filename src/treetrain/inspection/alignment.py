@@ -136,7 +136,7 @@ def _run_hashes(ids: Ids, run: int) -> NDArray[np.uint64]:
 
 def _ending(first: Ids, second: Ids) -> tuple[int, int] | None:
     """As `_agreement`, for the longest of the last tokens of `first`, fewer than `RUN`, that stand in `second`."""
-    near = second[: first.size + RUN]
+    near = second[: 2 * first.size + RUN]
     for count in range(min(RUN - 1, first.size, near.size), 0, -1):
         tail = first[-count:]
         starts = np.flatnonzero(near[: near.size - count + 1] == tail[0])

@@ -515,10 +515,12 @@ class _Search:
         if not certain and not edits:
             return None
         self.broken += 1
-        if not edits:
-            self.unrelated += 1
-            return None
-        return _linked(row, partner, found, edits)
+        if edits:
+            return _linked(row, partner, found, edits)
+        self.unrelated += 1
+        # The whole prompt reappears, but not the answer: no agent with a prompt of its own.
+        same = found.first_end >= context - 2 and self.masked[partner]
+        return _Link(row, partner, [], found.first_end, found.second_end) if same and not found.gaps else None
 
     def _prompts(self, members: list[int], *, agents: bool) -> None:
         """Link the prompts of rows that continue no other row, each distinct prompt once.
@@ -685,8 +687,9 @@ class _Search:
         return "rewritten"
 
     def _is_cut(self, gap: Gap) -> bool:
-        """Whether a row lacks the beginning of its partner, apart from up to three equal tokens."""
-        return gap.second_start == gap.second_stop < 4 and gap.first_stop - gap.first_start > 1
+        """Whether a row lacks the beginning of its partner, apart from up to three tokens."""
+        size = gap.second_stop - gap.second_start
+        return gap.second_stop < 4 and gap.first_stop - gap.first_start > 1 + 8 * size
 
     def _within_tools(self, row: int, start: int, stop: int) -> bool:
         first, last = self.tools.get(row, (0, -1))
@@ -762,7 +765,7 @@ class _Search:
             place, pieces, size, low, i, j = own.copy(), [], 0, 0, 0, 0
             rest = _Edit(Gap(link.partner_end, link.partner_end, link.row_end, self.ids[row].size), "")
             for (first, first_stop, second, second_stop), cause in [*self._steps(link, causes), rest]:
-                if second < j and cause:
+                if cause and (first < i or second < j):
                     continue  # inside tools in their own order
                 first, second = max(first, i), max(second, j)
                 copied = ids[partner][low : moved[first]]
