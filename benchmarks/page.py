@@ -268,9 +268,9 @@ SECTIONS = (
     ),
     Section(
         "Lost sharing",
-        "Causes planted in 40 conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, "
+        "Causes planted in conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, "
         "and the ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations "
-        "without it.",
+        "without it. Every two of them together are in results/lost_sharing_pairs.csv.",
         "lost_sharing.csv",
         ("planted",),
         {
