@@ -220,4 +220,4 @@ def test_options_of_reading_reach_the_reader_and_skipped_records_are_listed(tree
     assert report["file"]["trajectories"] == 2 and report["file"]["unique"] == 4
     assert any("1 of 3 records are skipped" in note for note in report["notes"])
     assert (tmp_path / "treetrain-skipped.txt").read_text().startswith("rows.jsonl line 2: broken JSON")
-    assert "--map: reward: expected KEY=PATH" in treetrain("inspect", "rows.jsonl", "--map", "reward").err
+    assert "--map: 'reward' is not KEY=PATH" in treetrain("inspect", "rows.jsonl", "--map", "reward").err

@@ -50,7 +50,7 @@ SHOWN = 24
 AROUND = 6
 """Tokens shown before a difference; after it, twice as many."""
 LEAST = 0.001
-"""Share of the unique tokens and of the FLOPs that a cause must cost to be reported."""
+"""Share of the unique tokens and FLOPs, once the causes in front are repaired, that a reported cause costs."""
 TRIALS = 16
 """Rows with the same prompt that a row without an episode is compared with."""
 WIDEST = 1024
@@ -279,7 +279,7 @@ def diagnose(
     rows_flops = counts.flops(*linear_work(tree, counts.attention_ranges))
     flops = start = counts.flops(*tree_work(tree, counts.attention_ranges))
     unique = as_is = tree.num_tokens
-    steps: list[tuple[str, int, float, float]] = []  # a cause, the tokens and FLOPs that it saves, FLOPs then
+    steps: list[tuple[str, int, int, float, float]] = []  # a cause, tokens before, tokens saved, FLOPs before and after
     todo, later = sorted(found, key=places.__getitem__), []
     while todo:
         cause = todo.pop(0)
@@ -288,21 +288,21 @@ def diagnose(
         if less > 1.01 * flops:  # a repair that adds cost now may gain once others are repaired; else it is left out
             later.append(cause)
             continue
-        steps.append((cause, unique - tree.num_tokens, flops - less, less))
+        steps.append((cause, unique, unique - tree.num_tokens, flops, less))
         unique, flops = tree.num_tokens, less
         todo, later = todo + later, []
 
-    def gains(tokens: int, more: float, less: float) -> bool:
+    def gains(before: int, tokens: int, more: float, less: float) -> bool:
         shown = {f"{rows_flops / each:.2f}" for each in (more, less) if each}
-        return tokens > LEAST * as_is and more > less * (1 + LEAST) and len(shown) == 2
+        return tokens > LEAST * before and more > less * (1 + LEAST) and len(shown) == 2
 
     causes: list[LostSharing] = []
-    for cause, tokens, saved, less in steps:
-        if not gains(tokens, less + saved, less):
+    for cause, before, tokens, more, less in steps:
+        if not gains(before, tokens, more, less):
             # It may gain only together with others, which differ at the same places.
             without = build_tree(search.repaired([step[0] for step in steps if step[0] != cause]))
             work = counts.flops(*tree_work(without, counts.attention_ranges))
-            if len(steps) == 1 or not gains(without.num_tokens - unique, work, flops):
+            if len(steps) == 1 or not gains(without.num_tokens, without.num_tokens - unique, work, flops):
                 continue
         causes.append(
             LostSharing(
@@ -311,7 +311,7 @@ def diagnose(
                 change=CAUSES[cause][1],
                 rows=found[cause],
                 tokens=tokens,
-                flops=saved,
+                flops=more - less,
                 flop_speedup=rows_flops / less if less else 1.0,
                 **first[cause],
             )
