@@ -160,6 +160,21 @@ SECTIONS = (
         },
     ),
     Section(
+        "Memory of the first step",
+        "Peak of the first step of share_prefixes above the weights, with its comparison with the plain model (checked) "
+        "and without. Short rows: 162M parameters; long rows: 30M.",
+        "first_step.csv",
+        ("case",),
+        {
+            "case": "case",
+            "rows": lambda row: f"{row['rows']} of {row['row_tokens']}",
+            "weights, MB": "weights_mb",
+            "step, MB": "step_mb",
+            "checked step, MB": "checked_step_mb",
+            "ratio": lambda row: f"**{number(row['checked_over_step'])}**",
+        },
+    ),
+    Section(
         "FSDP2",
         "Two processes with sharded weights (together) against two independent ones that each train half of the batch "
         "(apart).",

@@ -13,8 +13,8 @@ from treetrain.engine.runtime import Runtime
 _ADAPTER_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
 _WITHOUT_EFFECT = {"training", "gradient_checkpointing", "use_cache", "return_dict", "output_router_logits", "dtype"}
-"""Settings that generation, evaluation, saving and trainers switch. A pass in tree mode does not depend on them, and one
-that draws random numbers is refused."""
+"""Settings that generation, evaluation, saving and trainers switch. A pass in tree mode does not depend on them, and
+one that draws random numbers is refused."""
 _SMALL = 1 << 20
 """Buffers of up to this many elements are copied; of larger ones only `_checksum` is kept, which misses some changes,
 such as two experts that exchange their biases."""

@@ -190,6 +190,8 @@ class Rows(NamedTuple):
     """Where each prediction stands in the flattened `wanted`."""
     wanted: Bool[Tensor, "B _"]
     """[B, L - 1], or [1, N] for a packed tree of N tokens, on the device of the labels."""
+    spans: Sequence[Span] = ()
+    """Where each row lies in the batch; empty for a packed tree."""
 
     def batch(self, rows: Sequence[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted."""
@@ -225,7 +227,7 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
     host = ids.cpu()
     rows = [host[b, start:stop].numpy() for b, start, stop in spans]
     if rewards:
-        return Rows(rows, [], [], ids.new_zeros((0, 0), dtype=torch.bool))
+        return Rows(rows, [], [], ids.new_zeros((0, 0), dtype=torch.bool), spans)
     labels = kwargs["labels"][:, 1:]
     wanted, inside = (labels != IGNORED).cpu(), torch.zeros(labels.shape, dtype=torch.bool)
     columns = [(b, start, max(stop - 1, start)) for b, start, stop in spans]
@@ -248,6 +250,7 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
         masks=[wanted[b, start:stop].numpy() for b, start, stop in columns],
         places=[b * labels.shape[1] + np.arange(start, stop) for b, start, stop in columns],
         wanted=labels != IGNORED,
+        spans=spans,
     )
 
 

@@ -1,42 +1,98 @@
-"""The check in the first training step: a few rows through the plain model and through the tree."""
+"""The check in the first training step: a few rows through the plain model and through the tree.
+
+Both sides get one small batch, made from the trainer's own. So the plain side runs as it would in the trainer: with its
+padding, its positions and its loss. The check must not be what runs out of memory. Rows are cut so that the plain
+forward and backward need no more than the step itself will. Plain gradients are sketched and freed as they come
+(`verification/sketch.py`), and the tree's are those of a step.
+"""
 
 import logging
+import re
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Integer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from treetrain.data.columns import sorted_by_prefix
-from treetrain.engine.costs import cost_if_countable
+from treetrain.engine.costs import compute_dtype, cost_if_countable
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.executor import gradients_of
+from treetrain.engine.score import Scored
 from treetrain.models.capability import causal_lm
-from treetrain.trainers.batches import IGNORED, Rows, tree_of
+from treetrain.trainers.batches import IGNORED, TREE_INDEX, Rows, rows_of, tree_of
 from treetrain.tree.stats import linear_work
+from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketches_of
 from treetrain.verification.verify import relative_error
 
 logger = logging.getLogger(__name__)
 Seam = Literal["fused", "loss", "rewards"]
 """How a trainer calls its model: for log-probabilities by TRL's fused head, for a loss, or for rewards."""
+Batch = dict[str, Any]
+"""Keyword arguments of the model's forward."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest allowed relative difference, by dtype of the computation. TRL's own head always sums in float32."""
+"""Largest allowed relative difference of scores and gradients, by dtype of the computation. TRL's own head always sums
+in float32."""
+LOSS_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""The same for the loss: a mean over tokens, in which rounding cancels."""
+KIND_LIMIT = 5
+"""The gradients of one kind of parameter, in all layers, may differ by this many times the limit."""
+KIND_SHARE = 0.01
+"""A kind whose norm is a smaller share than this of all gradients' counts as having this share."""
 ROWS = 3
 """How many rows are compared."""
+LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
+"""Tokens that are compared in any case, and the most for a model whose memory cannot be predicted."""
+_BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")
+_OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
+
+
+class Shared(NamedTuple):
+    """How the tree answers a call of the model."""
+
+    output: Any
+    """What the trainer gets."""
+    scores: Float[Tensor, "..."]
+    """Log-probabilities [B, L - 1], 0 where nothing is predicted; or rewards."""
+    scored: Scored
+    """Runs backward after the scores."""
+
+
+class Difference(NamedTuple):
+    """How far the tree is from the plain model, all relative."""
+
+    scores: float
+    gradients: float
+    worst: float
+    """Of the kind of parameter whose gradients differ most."""
+    worst_kind: str
+    losses: tuple[float, float] | None
+    """Plain and as a tree, where the trainer takes the model's own loss."""
 
 
 def compare_with_plain(
-    engine: TreeEngine, plain: Callable[..., Any], rows: Rows, seam: Seam
+    engine: TreeEngine,
+    plain: Callable[..., Any],
+    shared: Callable[[Batch], Shared],
+    given: Batch,
+    rows: Rows,
+    seam: Seam,
 ) -> tuple[dict[str, float], float | None]:
-    """Compare a few rows between the model's own forward and the tree: scores, and gradients of a random sum of them.
+    """Compare a few rows between the model's own forward and the tree: scores, gradients, and the loss if it is used.
+
+    The gradients are those of the loss, or of a random sum of the scores.
 
     Args:
         engine: for the unwrapped model, so that other ranks take no part.
         plain: the forward that the trainer would have called.
+        shared: answers the same call from a tree.
+        given: the arguments of the trainer's call.
+        rows: the rows in it.
 
     Returns:
         the relative differences, to be logged (empty if nothing is predicted), and the FLOP/s of the plain forward and
@@ -48,55 +104,168 @@ def compare_with_plain(
     chosen = rows_to_compare(rows.ids, rows.masks)
     if not chosen:
         return {}, None
-    ids, masks = [rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen] if rows.masks else []
-    model, device = engine.model, next(engine.model.parameters()).device
-    parameters, random = list(model.parameters()), torch.Generator().manual_seed(0)
-
-    def gradients(run: Callable[[], None]) -> list[Tensor]:
-        with torch.autocast(device.type, enabled=False):
-            left = gradients_of(parameters, run)
-        return [torch.zeros((), device=device) if grad is None else grad for grad in left]
-
-    for _ in range(2):  # the first run warms up
-        start = time.perf_counter()
-        expected = _plain_scores(plain, model, ids, masks, seam)
-        weights = torch.randn(expected.shape, generator=random).to(expected)
-        expected_gradients = gradients((expected * weights).sum().backward)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-
-    scored = engine.score(ids, rewards=True) if seam == "rewards" else engine.score(ids, mask=masks)
-    if scored.rewards is not None:
-        shared = scored.rewards.reshape(expected.shape)
-    else:
-        shared = torch.cat([row[torch.from_numpy(mask)] for row, mask in zip(scored.logprobs, masks)])
-
-    def run() -> None:
-        (shared * weights.to(shared)).sum().backward()
-        scored.backward(sync=False)
-
-    apart = relative_error([shared.detach()], [expected.detach()])
-    apart_gradients = relative_error(gradients(run), expected_gradients)
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
-    limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])  # type: ignore[arg-type]
-    if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        limit *= 10  # TF32
-    said = (
-        f"{len(ids)} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
-        f"{apart:.1e}, gradients by {apart_gradients:.1e} (relative; at most {limit:g} in {dtype})"
-    )
-    if not (apart <= limit and apart_gradients <= limit):  # also true if one is NaN
-        raise RuntimeError(
-            f"{said}. The model does not give a tree what it gives rows: train without share_prefixes and report this "
-            "model, or pass check=False if such a difference is expected"
-        )
+    batch = small_batch(given, rows, chosen, tokens_within(engine, rows, seam))
+    device = batch["input_ids"].device
+    found, seconds = _differences(engine, plain, shared, batch, seam, device)
+    dtype = compute_dtype(engine.model, device)
+    said = _judged(found, batch, len(chosen), dtype, device)
     logger.info(said)
-    cost = cost_if_countable(model)
-    logs = {"tree/score_difference": apart, "tree/gradient_difference": apart_gradients}
+    logs = {"tree/score_difference": found.scores, "tree/gradient_difference": found.gradients}
+    cost = cost_if_countable(engine.model)
     if cost is None:
         return logs, None
-    return logs, cost.counts.flops(*linear_work(tree_of(ids, masks), cost.counts.attention_ranges)) / seconds
+    small = rows_of(batch, rewards=seam == "rewards")
+    work = linear_work(tree_of(small.ids, small.masks), cost.counts.attention_ranges)
+    return logs, cost.counts.flops(*work) / seconds
+
+
+def _differences(
+    engine: TreeEngine,
+    plain: Callable[..., Any],
+    shared: Callable[[Batch], Shared],
+    batch: Batch,
+    seam: Seam,
+    device: torch.device,
+) -> tuple[Difference, float]:
+    """The differences on one batch, and the seconds of the plain forward and backward."""
+    names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
+    parameters, size, seen = list(names), sketch_size(list(names)), {}
+
+    def objective(scores: Tensor | None, output: Any) -> Tensor:
+        if seam == "loss" or scores is None:
+            return output.loss
+        weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))
+        return (scores * weights.to(scores)).sum()
+
+    def backward(of: Tensor) -> None:
+        with torch.autocast(device.type, enabled=False):
+            of.backward()
+
+    def run_plain() -> None:
+        output = plain(**batch)
+        seen["loss"] = None if output.loss is None or seam != "loss" else float(output.loss.detach())
+        scores = output.log_probs if seam == "fused" else output.logits
+        if seam == "loss" and scores is not None:
+            scores = _logprobs(scores.detach(), batch["labels"])
+        seen["scores"] = None if scores is None else scores.detach()
+        backward(objective(scores, output))
+
+    def run_shared() -> None:
+        answer = shared(batch)
+        seen["shared"], seen["shared loss"] = answer.scores.detach(), getattr(answer.output, "loss", None)
+        backward(objective(answer.scores, answer.output))
+        with torch.autocast(device.type, enabled=False):
+            answer.scored.backward(sync=False)
+
+    expected = sketches_of(parameters, run_plain, size, streamed=True)  # and warms up
+    start = time.perf_counter()
+    with gradients_as_they_come(parameters, lambda number, parameter: None):
+        run_plain()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    found = sketches_of(parameters, run_shared, size)
+    worst, kind = _worst_kind([names[p] for p in parameters], found, expected, compute_dtype(engine.model, device))
+    difference = Difference(
+        scores=0.0 if seen["scores"] is None else relative_error([seen["shared"]], [seen["scores"]]),
+        gradients=relative_error(found, expected),
+        worst=worst,
+        worst_kind=kind,
+        losses=None if seen["loss"] is None else (seen["loss"], float(seen["shared loss"].detach())),
+    )
+    return difference, seconds
+
+
+def _logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:
+    """Log-probabilities of the labels' tokens [B, L - 1], 0 where there is no label; a few positions at a time."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    found = logits.new_zeros(labels[:, 1:].shape, dtype=wide)
+    for row, column in zip(*(index.split(64) for index in (labels[:, 1:] != IGNORED).nonzero(as_tuple=True))):
+        scores = logits[row, column].to(wide)
+        chosen = scores.gather(1, labels[row, column + 1][:, None])[:, 0]
+        found[row, column] = chosen - scores.logsumexp(1)
+    return found
+
+
+def _worst_kind(
+    names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[float, str]:
+    """The largest relative error of the gradients of one kind of parameter in all layers, and the kind.
+
+    It is relative to `KIND_SHARE` of all gradients at least (more in low precision): where the true gradient of a kind
+    is 0, all that it holds is rounding.
+    """
+    squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, a, b in zip(names, found, expected):
+        kind = squares[re.sub(r"\.\d+(?=\.)", ".*", name)]
+        kind[0] += float((a - b).square().sum())
+        kind[1] += float(b.square().sum())
+    share = max(KIND_SHARE, _limit(LIMITS, dtype) / 2)
+    least = share * sum(norm for _, norm in squares.values()) ** 0.5
+    errors = {kind: apart**0.5 / (max(norm**0.5, least) or 1.0) for kind, (apart, norm) in squares.items()}
+    worst = max(errors, key=lambda kind: errors[kind], default="")
+    return errors.get(worst, 0.0), worst
+
+
+# ---- the verdict
+
+
+def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
+    return limits.get(dtype, limits[torch.bfloat16])
+
+
+def _judged(found: Difference, batch: Batch, count: int, dtype: torch.dtype, device: torch.device) -> str:
+    """One sentence that says how far apart they are.
+
+    Raises:
+        RuntimeError: by more than rounding.
+    """
+    tf32 = dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
+    allowed = f"(relative; at most {limit:g} in {dtype})"
+    if not found.scores <= limit:  # also true of NaN
+        raise RuntimeError(
+            f"first step, {count} rows: log-probabilities (or rewards) of the plain model and with shared prefixes "
+            f"differ by {found.scores:.1e} {allowed}. {_why_scores_differ(batch)}, or pass check=False"
+        )
+    if found.losses is not None:
+        plain, ours = found.losses
+        if not abs(plain - ours) <= loss_limit * abs(plain):
+            raise RuntimeError(
+                f"first step, {count} rows: the model's own loss is {plain:.6g}, the cross-entropy of the same "
+                f"log-probabilities {ours:.6g}. share_prefixes would train the second. The first has another "
+                "loss_function, or a term that a forward adds or an adapter's regularisation (AdaLoRA): remove it, "
+                "train without share_prefixes, or use tt.TreeTrainer with a loss of your own"
+            )
+    if not (found.gradients <= limit and found.worst <= KIND_LIMIT * limit):
+        raise RuntimeError(
+            f"first step, {count} rows: gradients of the plain model and with shared prefixes differ by "
+            f"{found.gradients:.1e} {allowed}, those of {found.worst_kind} by {found.worst:.1e}. Train without "
+            "share_prefixes and report this model, or pass check=False if such a difference is expected"
+        )
+    return (
+        f"{count} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
+        f"{found.scores:.1e}, gradients by {found.gradients:.1e} {allowed}"
+    )
+
+
+def _why_scores_differ(batch: Batch) -> str:
+    """What may explain scores that differ, from how the batch holds its rows, and what to do."""
+    mask = batch.get("attention_mask")
+    if mask is None and batch.get("position_ids") is not None:
+        return (
+            "Shared prefixes compute each packed row alone, which is right. If this attention lets packed rows see one "
+            "another, take another attn_implementation, or pad"
+        )
+    if mask is not None and not bool(mask[:, 0].all()):
+        return (
+            "Shared prefixes count positions from a row's first token, as generation does, which is right. If this "
+            "model counts the padding on its left too, pad on the right"
+        )
+    return "The model does not give a tree what it gives rows: train without share_prefixes and report this model"
+
+
+# ---- the batch that is compared
 
 
 def rows_to_compare(ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]]) -> list[int]:
@@ -109,29 +278,94 @@ def rows_to_compare(ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.nd
     return list(order[first : first + ROWS])
 
 
-def _plain_scores(
-    plain: Callable[..., Any],
-    model: nn.Module,
-    ids: list[Integer[np.ndarray, " _"]],
-    masks: list[Bool[np.ndarray, " _"]],
-    seam: Seam,
-) -> Float[Tensor, " scores"]:
-    """The plain model's log-probabilities of the wanted predictions, or its rewards; rows are padded on the right."""
-    padding = getattr(causal_lm(model).config.get_text_config(), "pad_token_id", None) or 0  # type: ignore[union-attr,operator]
+def tokens_within(engine: TreeEngine, rows: Rows, seam: Seam) -> int:
+    """The most tokens, padding included, that the plain model may run forward and backward at once.
 
-    def padded(rows: list[Tensor], fill: int) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=fill).to(next(model.parameters()).device)
+    They need no more memory than the tree of these rows, or than its gradients, which come as the graph goes; as far as
+    memory can be predicted.
+    """
+    cost = cost_if_countable(engine.model)
+    if cost is None:
+        return UNCOUNTED_TOKENS
+    plan, counts = engine.plan(tree_of(rows.ids, rows.masks)), cost.counts
+    if engine.keeps_graphs(plan):
+        plan = plan.with_all_kept()
+    step = sum(bytes for name, bytes in cost.bytes_by(plan).items() if name != "allocator")
+    gradients = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
+    room = max(step, gradients) - counts.saved_pass - counts.weight_gradient
+    token = counts.saved_token + counts.backward_token + (counts.saved_layer if counts.checkpointing else 0)
+    if seam == "loss":  # logits, in float32 for the loss, their log-softmax, and the gradients of both
+        logit, wide = counts.dtype_bytes, counts.wide_bytes
+        token += counts.vocab * (3 * wide + (2 * logit if logit < wide else 0))
+    tokens = int(max(room / token, 0))
+    config: Any = causal_lm(engine.model).config.get_text_config()  # type: ignore[union-attr, operator]
+    if getattr(config, "_attn_implementation", None) == "eager":
+        # Scores and softmax [heads, L, L] of every layer: `pair` n^2 + `token` n = room, for rows of n / ROWS tokens.
+        layers = 1 if counts.checkpointing else counts.layers
+        pair = layers * counts.heads * (counts.wide_bytes + 2 * counts.dtype_bytes) / ROWS
+        tokens = int((-token + (token**2 + 4 * pair * max(room, 0)) ** 0.5) / (2 * pair))
+    return max(tokens, LEAST_TOKENS)
 
-    rows = [torch.from_numpy(row).long() for row in ids]
-    mask = padded([torch.ones_like(row) for row in rows], 0)
-    batch = {"input_ids": padded(rows, padding), "attention_mask": mask, "use_cache": False}
-    if seam == "rewards":
-        return plain(**batch).logits.squeeze(-1)
-    unwanted = [torch.from_numpy(~np.append(False, mask)) for mask in masks]
-    labels = padded([row.masked_fill(skipped, IGNORED) for row, skipped in zip(rows, unwanted)], IGNORED)
-    wanted = labels[:, 1:] != IGNORED
-    if seam == "fused":
-        return plain(**batch, labels=labels, fused_lm_head=True).log_probs[wanted]
-    logits = plain(**batch).logits[:, :-1][wanted]
-    logprobs = (logits.float() if logits.dtype.itemsize < 4 else logits).log_softmax(-1)
-    return logprobs.gather(-1, labels[:, 1:][wanted][:, None])[:, 0]
+
+def small_batch(given: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> Batch:
+    """The call of the model for some rows of a batch: padded or packed as they are in it, and cut to so many tokens.
+
+    Where rows need not be cut, a padded batch's are given with all of their columns. TRL's packed trees become padded.
+    """
+    ids = given["input_ids"]
+    packed = given.get("attention_mask") is None and given.get("position_ids") is not None
+    if not packed and TREE_INDEX[0] not in given and len(chosen) * ids.shape[1] <= tokens:
+        index = torch.tensor([rows.spans[k].batch_row for k in chosen], device=ids.device)
+        of_rows = {name: given[name] for name in _BY_TOKEN if isinstance(given.get(name), Tensor)}
+        return given | {name: value.expand(len(ids), -1)[index] for name, value in of_rows.items()}
+    pieces, masks = _cut([rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen if rows.masks], tokens)
+    columns: dict[str, list[Tensor]] = {"input_ids": [torch.from_numpy(piece).long() for piece in pieces]}
+    if masks:
+        wanted = [torch.from_numpy(np.append(False, mask)) for mask in masks]
+        columns["labels"] = [row.masked_fill(~own, IGNORED) for row, own in zip(columns["input_ids"], wanted)]
+    if packed or given.get("position_ids") is not None:
+        columns["position_ids"] = [torch.arange(len(piece)) for piece in pieces]
+    if packed and given.get("seq_idx") is not None:
+        columns["seq_idx"] = [torch.full((len(piece),), k) for k, piece in enumerate(pieces)]
+    batch = {name: value for name, value in given.items() if name not in (*_BY_TOKEN, *_OF_PACKING, *_OF_TREES)}
+    if packed:
+        batch |= {name: torch.cat(values)[None].to(ids.device) for name, values in columns.items()}
+        if given.get("seq_idx") is not None:
+            batch["seq_idx"] = batch["seq_idx"].to(given["seq_idx"].dtype)
+        lengths = [len(piece) for piece in pieces]
+        ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device)
+        return batch | {name: ends if name.startswith("cu_") else max(lengths) for name in _OF_PACKING if name in given}
+    columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
+    left = any(span.start > 0 for span in rows.spans)
+    fills = {"labels": IGNORED}
+    for name, values in columns.items():
+        side = "left" if left else "right"
+        batch[name] = pad_sequence(values, True, fills.get(name, 0), padding_side=side).to(ids.device)
+    return batch
+
+
+def _cut(
+    ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]], tokens: int
+) -> tuple[list[Integer[np.ndarray, " _"]], list[Bool[np.ndarray, " _"]]]:
+    """The same columns of all rows, with as much before the last fork as after it; all columns if they are few.
+
+    Tokens that are left out are left out of a whole row on both sides, which is a row too. Rows that end before these
+    columns go. If nothing is predicted in these columns, all of their tokens are.
+    """
+    length, longest = max(tokens // len(ids), 2), max(map(len, ids))
+    if longest <= length:
+        return ids, masks
+    fork = max((_common(a, b) for n, a in enumerate(ids) for b in ids[:n]), default=longest // 2)
+    start = max(min(fork - length // 2, longest - length), 0)
+    left = [k for k, row in enumerate(ids) if len(row) > start + 1]
+    masks = [masks[k][start : start + length - 1] for k in left if masks]
+    if not any(mask.any() for mask in masks):
+        masks = [np.ones_like(mask) for mask in masks]
+    return [ids[k][start : start + length] for k in left], masks
+
+
+def _common(one: Integer[np.ndarray, " _"], other: Integer[np.ndarray, " _"]) -> int:
+    """The length of the common prefix of two rows."""
+    length = min(len(one), len(other))
+    apart = np.flatnonzero(one[:length] != other[:length])
+    return int(apart[0]) if len(apart) else length

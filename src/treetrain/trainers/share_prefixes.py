@@ -37,7 +37,7 @@ from treetrain.models.tree_mode import RUN_KEYWORD
 from treetrain.planning.make import Bytes
 from treetrain.trainers.batches import TREE_INDEX, Rows, model_inputs, rows_of, tree_of
 from treetrain.trainers.checkpoints import replaced
-from treetrain.trainers.first_step import Seam, compare_with_plain
+from treetrain.trainers.first_step import Seam, Shared, compare_with_plain
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 
@@ -307,10 +307,7 @@ class PrefixSharing:
         training = gradients and any(p.requires_grad for p in model.parameters())
         with self.trainer.accelerator.autocast():
             if training and self.check:
-                self._logged_once, self._plain_rate = compare_with_plain(
-                    self._engine(model, head), plain, rows, self.seam
-                )
-                self.check = not self._logged_once  # check the next batch if this one predicts nothing
+                self._check_first_step(model, plain, head, rows, kwargs)
             return self._scored(model, head, rows, kwargs, training)
 
     def _answers(self, args: tuple, kwargs: dict) -> bool:
@@ -323,37 +320,70 @@ class PrefixSharing:
         wanted = self.seam == "rewards" or kwargs.get("labels") is not None
         return self.in_loss and wanted and not (self.logits_wanted and self.seam == "loss")
 
+    def _check_first_step(self, model: nn.Module, plain: Callable, head: FusedHead, rows: Rows, kwargs: dict) -> None:
+        """Compare a few rows with the plain model; all ranks stop if one of them does. See `compare_with_plain`."""
+        engine = self._engine(model, head)
+
+        def shared(batch: dict[str, Any]) -> Shared:
+            rows = self._rows_of(batch)
+            with self._balanced(model, batch):
+                scored = self._run(engine, head, tree_of(rows.ids, rows.masks), rows.masks)
+            output = self._output(engine, scored, slice(0, len(rows.ids)), rows, batch)
+            return Shared(output, rows.batch(scored.logprobs) if scored.rewards is None else output.logits, scored)
+
+        def compare() -> tuple[tuple[dict[str, float], float | None], bool]:
+            found = compare_with_plain(engine, plain, shared, kwargs, rows, self.seam)
+            return found, bool(found[0])
+
+        ranks = self._engine(self.wrapped if model is self.model else model, head).ranks
+        (self._logged_once, self._plain_rate), compared = ranks.agree("the comparison in the first step", compare)
+        self.check = not any(compared)  # compare the next batch if this one predicts nothing on any rank
+
+    def _run(self, engine: TreeEngine, head: FusedHead, tree: TokenTree, masks: list[Any]) -> Scored:
+        if self.seam == "rewards":
+            return engine.score(tree, rewards=True)
+        statistics = bool({"is_top1", "mean_logits", "log_sum_sq_probs"} & set(head.outputs))
+        return engine.score(tree, mask=masks, entropies="entropy" in head.outputs, statistics=statistics)
+
+    @contextmanager
+    def _balanced(self, model: nn.Module, kwargs: dict) -> Iterator[bool]:
+        """Inside the block, the configuration asks for the routers' auxiliary loss if the call does; yields whether.
+
+        A call may ask for it even if the model's configuration does not.
+        """
+        config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+        configured = getattr(config, "output_router_logits", False)
+        balanced = bool(configured or kwargs.get("output_router_logits"))
+        with replaced(config, **({} if balanced == configured else {"output_router_logits": True})):
+            yield balanced
+
     def _scored(self, model: nn.Module, head: FusedHead, rows: Rows, kwargs: dict, training: bool) -> Any:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
 
         def run(tree: TokenTree, masks: list[Any]) -> Scored:
             self._trees += training
             started = self._now() if training and self._trees == 2 else None  # the first tree also warms up
-            if self.seam == "rewards":
-                scored = engine.score(tree, rewards=True)
-            else:
-                statistics = bool({"is_top1", "mean_logits", "log_sum_sq_probs"} & set(head.outputs))
-                scored = engine.score(tree, mask=masks, entropies="entropy" in head.outputs, statistics=statistics)
+            scored = self._run(engine, head, tree, masks)
             if training:
                 scored.deferral.settle = _weakly(self.settle)
                 self._count(scored, tree, engine, started)
             return scored
 
-        # A call may ask for the routers' auxiliary loss even if the model's configuration does not.
-        config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
-        configured = getattr(config, "output_router_logits", False)
-        balanced = bool(configured or kwargs.get("output_router_logits"))
         # A model with another adapter, with adapters disabled, or with other weights counts as another model.
         key = id(model), tuple(switches_of(engine).items()), sum(p._version for p in model.parameters())
         # Hooks of parameters see the gradient of every micro-batch.
         hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-        with replaced(config, **({} if balanced == configured else {"output_router_logits": True})):
+        with self._balanced(model, kwargs) as balanced:
             scored, own = self.steps.score(key, rows, run, together=not (balanced or hooked))
         if balanced and scored.aux_loss is None and self.seam != "rewards":
             raise ValueError(
                 "the trainer asks for the routers' auxiliary loss, but router_aux_loss_coef of the model's "
                 "configuration is 0 or not known; set it to the trainer's own"
             )
+        return self._output(engine, scored, own, rows, kwargs)
+
+    def _output(self, engine: TreeEngine, scored: Scored, own: slice, rows: Rows, kwargs: dict) -> Any:
+        """What the trainer gets for a call: the scores of its own rows, in the shape of its batch."""
         if scored.rewards is not None:
             rewards = scored.rewards[own]
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])  # type: ignore[arg-type]
@@ -680,7 +710,7 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
             "from one of TRL's trainers, or use tt.TreeTrainer"
         )
     lm = causal_lm(trainer.model)
-    if (kind := getattr(lm, "loss_type", None)) != "ForCausalLM":
+    if (kind := getattr(lm, "loss_type", None)) not in ("ForCausalLM", None):  # None is the cross-entropy too
         raise UnsupportedModel(
             f"{type(lm).__name__} has loss_type={kind}; with a plain Trainer, give a causal LM whose loss is the "
             "cross-entropy (ForCausalLM)"

@@ -26,8 +26,8 @@ BYTES, SHARE = 32 * 2**20, 1 / 800
 take 64 MB, and 1% of the weights in bfloat16."""
 MOST, LEAST = 4095, 255
 """Numbers for each parameter, odd and within `BYTES`. A small model's sketch may exceed `SHARE` for the least."""
-CHUNK = 2**20
-"""Elements that get their signs at once."""
+CHUNK, CHUNKS = 2**17, 64
+"""Elements that get their signs at once; more where a gradient would have more chunks than this."""
 Take = Callable[[int, nn.Parameter], None]
 """Called with a parameter and its number, when its gradient is complete."""
 
@@ -53,7 +53,7 @@ def sketch(gradient: Shaped[Tensor, " ..."], size: int, seed: int) -> Float64[Te
         return flat.double()
     random, sums = torch.Generator(flat.device).manual_seed(seed), flat.new_zeros(size, dtype=torch.float64)
     wide = torch.promote_types(flat.dtype, torch.float32)
-    for chunk in flat.split(max(CHUNK // size, 1) * size):
+    for chunk in flat.split(-(-max(CHUNK, len(flat) // CHUNKS) // size) * size):
         signed = torch.empty_like(chunk, dtype=wide).random_(0, 2, generator=random).mul_(2).sub_(1).mul_(chunk)
         whole = len(chunk) // size * size
         sums += signed[:whole].view(-1, size).sum(0, dtype=torch.float64)
