@@ -161,8 +161,8 @@ SECTIONS = (
     ),
     Section(
         "Memory of the first step",
-        "Peak of the first step of share_prefixes above the weights, with its comparison with the plain model (checked) "
-        "and without. Short rows: 162M parameters; long rows: 30M.",
+        "Peak of the first step of share_prefixes above the weights, with its comparison with the plain model "
+        "(checked) and without. Short rows: 162M parameters; long rows: 30M.",
         "first_step.csv",
         ("case",),
         {

@@ -100,7 +100,7 @@ def test_token_logs_are_prompts_and_sampled_answers_with_log_probabilities(name)
         np.testing.assert_allclose(row.rollout_logprobs[len(prompt) :], logprobs)
     if calls == 2:
         assert len({row.episode for row in found.trajectories}) == 1 and found.trajectories[0].episode is not None
-    assert found.notes[-1].startswith(f"read as {format}: the first record has ")
+    assert found.notes[0].startswith(f"read as {format}: the first record has ")
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

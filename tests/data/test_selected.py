@@ -1,6 +1,7 @@
 """Which calls of a log are read, and what is said where none is."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +87,17 @@ def test_keys_that_are_not_used_are_one_line_with_counts(read):
         {"messages": [*SAID, {"role": "assistant", "content": "a"}], "colour": 1, "size": n or None} for n in range(3)
     ]
     assert read(*rows).notes == ("keys that are not used: 'colour' (3), 'size' (2); first: row 0",)
+
+
+def test_a_misspelt_key_below_a_record_is_named(read):
+    path = Path(__file__).parent / "samples" / "art.jsonl"
+    group = json.loads(path.read_text())
+    whole = read(group, tools="none")
+    assert len(whole.trajectories) == 2 and not any("messages_and_choices" in note for note in whole.notes)
+    group["trajectories"][0]["additional_histores"] = group["trajectories"][0].pop("additional_histories")
+    found = read(group, tools="none")
+    assert len(found.trajectories) == 1
+    assert any(
+        note.startswith("keys of trajectories that are not used: ") and "additional_histores" in note
+        for note in found.notes
+    )

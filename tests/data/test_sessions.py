@@ -174,7 +174,7 @@ def test_events_in_files_of_their_own_are_one_session(read, said, tmp_path, name
 
 def test_an_action_of_openhands_without_its_response_is_refused(read, tmp_path):
     path = tmp_path / "events.json"
-    path.write_text(json.dumps([{"id": 0, "source": "agent", "action": "run", "args": {"command": "ls"}}]))
+    path.write_text(json.dumps([{"id": 0, "timestamp": "t", "source": "agent", "action": "run", "args": {}}]))
     with pytest.raises(DataError, match="event 0 is the action 'run' without the model's response"):
         read(path)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -27,6 +28,7 @@ from treetrain.data.records import (
     ReadSettings,
     Record,
     Tools,
+    TrackedRecord,
     View,
     first_of,
     key_paths,
@@ -211,7 +213,7 @@ def _named(name: str) -> Format:
     if name not in own.names:
         raise ValueError(f"unknown format {name!r}; {nearest(name, ('auto', *known, *sorted(own.names)))}")
     reader = own[name].load()
-    return Format(name, "", lambda record: False, lambda record, notes: reader(record))
+    return Format(name, "", lambda record, notes: reader(record))
 
 
 def _detect(place: str, record: Record | DataError, format: str, map: Mapping[str, str] | None) -> tuple[Format, str]:
@@ -221,9 +223,9 @@ def _detect(place: str, record: Record | DataError, format: str, map: Mapping[st
         raise DataError(f"{place}: {record}; the format is detected from this record: name it (format, --format)")
     record = _mapped(record, map or {}, Notes())
     for kind in FORMATS:
-        if kind.matches(record):
+        if found := kind.found_in(record):
             own = kind.name in ("tokens", "chat")
-            return kind, "" if own else f"read as {kind.name}: the first record has {kind.wants}"
+            return kind, "" if own else f"read as {kind.name}: the first record has {found}"
     raise DataError(f"{place}: cannot tell the format: {_described(record)}")
 
 
@@ -231,7 +233,7 @@ def _described(record: Record) -> str:
     """The keys of a record, and how it might be read."""
     keys = list(dict.fromkeys(key_paths(record)))
     parts = {part for path in keys for part in path.split(".")}
-    near = [kind.name for kind in FORMATS if any(f"`{part}`" in kind.wants for part in parts)]
+    near = [kind.name for kind in FORMATS if not parts.isdisjoint(re.split(r"[ .`|]+", kind.keys))]
     path = messages_path(record) or "..."
     names = f" (--format; near: {', '.join(near)})" if near else " (--format, see docs/data.md)"
     return (
@@ -328,7 +330,8 @@ class _Reading:
         if count == 0:
             raise DataError(f"no rows were read (limit {self.limit}); give a limit of at least 1 or none")
         if not self.made:
-            why = "; ".join(f"skipped: {one}" for one in self.skipped[:1]) or "; ".join(notes.lines()[-1:])
+            why = [note for note in notes.lines() if not note.startswith(("keys", "message keys"))]
+            why = "; ".join(f"skipped: {one}" for one in self.skipped[:1]) or "; ".join(why[-1:])
             raise DataError(
                 f"{place}: no rows in {count} records, read as {self.kind.name} ({shortened(why)}); {_described(first)}"
             )
@@ -381,8 +384,6 @@ class _Reading:
 
     def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
         made: list[Trajectory | ChatRow] = []
-        if self.kind.keys is not None:
-            self.notes.unused_keys(record, self.kind.keys)
         for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
             if self.where and not self._is_wanted(row, record):
                 continue
@@ -425,15 +426,17 @@ class _Reading:
 
     def convert(self, record: Record) -> list[Record]:
         """The rows of a record. A record can hold anything, so every error of a reader becomes a DataError."""
-        said = self.notes.total
+        said, tracked = self.notes.total, TrackedRecord(record)
         try:
-            rows = list(self.kind.convert(record, self.notes))
+            rows = list(self.kind.convert(tracked, self.notes))
         except DataError:
             raise
         except Exception as error:  # readers may be the user's own
             raise DataError(
                 f"the record is not as format {self.kind.name} has them ({type(error).__name__}: {shortened(error)})"
             ) from error
+        if not any(row is tracked for row in rows):
+            self.notes.unused_keys(record, tracked.read)
         if not rows and self.notes.total == said:
             self.notes.add("the record has no rows")
         for row in rows:

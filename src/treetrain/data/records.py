@@ -92,19 +92,64 @@ class Format:
     """A kind of record."""
 
     name: str
-    wants: str
-    """The keys it is recognised by, for messages."""
-    matches: Callable[[Record], bool]
-    """Whether a record is of this format."""
+    keys: str
+    """The paths that a record of this format has, such as `eval samples | messages epoch`: two ways to recognise it."""
     convert: Callable[[Record, Notes], Iterable[Record]]
     """Turns a record into token rows and conversations. Raises DataError without the place; `load` adds it."""
+    matches: Callable[[Record], bool] | None = None
+    """Whether a record is of this format, where `keys` do not say it."""
     tokens: bool = False
     """Whether all of its rows are token ids already, so that no tokenizer is needed."""
-    keys: frozenset[str] | None = None
-    """The keys of a record that `convert` reads; a note lists others. None: rows keep them, or `convert` notes them."""
     session: Callable[[str, Record], Hashable] | None = None
     """For logs of events: the session that a record belongs to, from its place and content. The records of a session
     are converted together, as `records` of one record. None: the record stands alone."""
+
+    def found_in(self, record: Record) -> str | None:
+        """The keys that a record is recognised by, in words; None if it is not of this format."""
+        if self.matches is not None and not self.matches(record):
+            return None
+        for keys in map(str.split, self.keys.split("|")):
+            if self.matches is not None or all(key in record or look_up(record, key) is not None for key in keys):
+                return " and ".join(f"`{key}`" for key in keys) if self.matches is None else self.keys
+        return None
+
+
+class TrackedRecord(dict[str, Any]):
+    """A record that knows which of its keys were read."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key, which counts as read."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # that there is one makes `dict(record)` read every key with `record[name]`
+
+    def items(self) -> Any:
+        """All keys and values, which count as read."""
+        return dict(self).items()
+
+    def values(self) -> Any:
+        """All values, which count as read."""
+        return dict(self).values()
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+
+def tracked(entries: Iterable[Record], of: str, notes: Notes) -> Iterator[Record]:
+    """The entries, and after each a remark on the keys of it that were not read."""
+    for entry in entries:
+        yield (one := TrackedRecord(entry))
+        notes.unused_keys(entry, one.read, of)
 
 
 # Fields of records

@@ -3,14 +3,15 @@ of ToolBench and Tree of Thoughts, verl, ART and AReaL."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
 
-from treetrain.data.formats.conversations import NOT_TRAINED, untrained
+from treetrain.data.formats.conversations import NOT_TRAINED, finished, untrained
 from treetrain.data.formats.events import of_file
-from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
+from treetrain.data.formats.traces import Log
+from treetrain.data.records import Format, Notes, Record, facts, field, first_path, look_up, objects, parsed, tracked
 from treetrain.errors import DataError, quoted
 
 INSPECT_SCORES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
@@ -93,6 +94,7 @@ def _tau_rows(record: Record, policy: Any, notes: Notes) -> list[Record]:
         return [facts(record) | {"messages": field(record, "traj", list)}]
     notes.add("tau2-bench does not log the agent's system prompt; the policy is given in its place")
     runs = objects(record, "simulations") if "simulations" in record else [record]
+    runs = tracked(runs, "keys of simulations", notes)
     return [
         {name: run[name] for name in ("id", "task_id", "trial") if run.get(name) is not None}
         | {"reward": look_up(run, "reward_info.reward"), "messages": _tau2_messages(run, notes)}
@@ -118,6 +120,7 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
             if one.get("requestor") != "user":
                 kept = {name: one[name] for name in ("role", "content", "tool_calls") if one.get(name) is not None}
                 kept |= {"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}
+                kept["finish_reason"] = first_path(one, "raw_data.choices.0.finish_reason", "raw_data.finish_reason")
                 # The greeting that starts a run and messages that a task begins with were not sampled.
                 given = not any(one.get(name) for name in ("cost", "usage", "raw_data"))
                 if given and kept.get("role") == "assistant" and (measured or not messages):
@@ -129,7 +132,7 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
 
 def read_inspect(record: Record, notes: Notes) -> list[Record]:
     """The samples of an Inspect AI log, each its conversation; the tools are those of its first model event."""
-    samples = objects(record, "samples") if "samples" in record else [record]
+    samples = tracked(objects(record, "samples"), "keys of samples", notes) if "samples" in record else [record]
     rows = []
     for number, sample in enumerate(samples):
         attachments, scores = (field({name: sample.get(name) or {}}, name, dict) for name in ("attachments", "scores"))
@@ -285,31 +288,22 @@ def _dataproto(record: Record) -> list[Record]:
     return made
 
 
-def is_verl(record: Record) -> bool:
-    """Whether a record is a batch, a dumped rollout or a generated row of verl."""
-    if isinstance(record.get("batch"), Mapping):
-        return "responses" in record["batch"]
-    if {"input_ids", "attention_mask", "responses"} <= record.keys():
-        return True
-    return {"input", "output", "score"} <= record.keys() or {"prompt", "responses", "data_source"} <= record.keys()
-
-
 def read_art(record: Record, notes: Notes) -> list[Record]:
     """ART's trajectories or groups of them; every additional history is a row of the same episode."""
     if "trajectories" in record:
         shared = {"group": look_up(record, "metadata.id") or notes.place}
-        members = objects(record, "trajectories")
+        members = tracked(objects(record, "trajectories"), "keys of trajectories", notes)
     else:
-        shared, members = {}, [dict(record)]
+        shared, members = {}, [record]
     rows = []
     for number, one in enumerate(members):
         metadata = parsed(one.get("metadata"))
         group = one.get("group_index", look_up(metadata, "scenario_id"))
         known = ({} if group is None else {"group": group}) | shared | facts(one)
         name = f"{notes.place}/{number}"
-        histories = [one, *objects(one, "additional_histories")]
-        for part, history in enumerate(histories):
-            row = known | {"id": f"{name}/{part}" if len(histories) > 1 else name, "episode": name}
+        more = objects(one, "additional_histories")
+        for part, history in enumerate(chain([one], tracked(more, "keys of additional histories", notes))):
+            row = known | {"id": f"{name}/{part}" if more else name, "episode": name}
             rows.append(row | {"messages": _art_messages(history), "tools": parsed(history.get("tools"))})
     return rows
 
@@ -319,31 +313,21 @@ def _art_messages(history: Record) -> list[Any]:
     if "messages_and_choices" not in history:
         return [message | {"tool_calls": parsed(message.get("tool_calls"))} for message in objects(history, "messages")]
     entries = objects(history, "messages_and_choices")
-    return [entry["message"] if "message" in entry else entry | {"weight": 0} for entry in entries]
+    return [finished(entry["message"], entry) if "message" in entry else entry | {"weight": 0} for entry in entries]
 
 
-def is_art(record: Record) -> bool:
-    """Whether a record is a trajectory, a group, or a row of ART's Parquet files."""
-    one = look_up(record, "trajectories.0") or record
-    return look_up(one, "messages_and_choices") is not None or {"group_index", "messages"} <= record.keys()
+AREAL_CALLS = Log(
+    prompt=("messages", "request"),
+    answer=("output_message_list", "response"),
+    rewards=("reward",),
+    below="interactions",
+    names=("interaction_id",),
+)
 
 
 def read_areal(record: Record, notes: Notes) -> list[Record]:
-    """AReaL's interactions, each one LLM call. An interaction's parent is the one whose messages it continues."""
-    listed = record.get("interactions")
-    interactions = (
-        objects(record, "interactions") if listed is not None else [field(record, name, dict) for name in record]
-    )
-    rows = []
-    for number, one in enumerate(interactions):
-        known = {"reward": one.get("reward"), "id": one.get("interaction_id", f"{notes.place}/{number}")}
-        prompt, answer = one.get("messages", one.get("request")), one.get("output_message_list", one.get("response"))
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        if not isinstance(prompt, list) or not isinstance(answer, list):
-            raise DataError(f"interaction {number} has the messages {quoted(prompt)} and the answer {quoted(answer)}")
-        rows.append(known | {"messages": prompt + answer, "train": "last"})
-    return rows
+    """AReaL's interactions, by id or as a list, each one LLM call."""
+    return AREAL_CALLS(record if "interactions" in record else {"interactions": list(record.values())}, notes)
 
 
 def is_areal(record: Record) -> bool:
@@ -354,37 +338,13 @@ def is_areal(record: Record) -> bool:
     )
 
 
-SWE_AGENT = Format(
-    "swe-agent",
-    "`history` and `trajectory`",
-    lambda record: isinstance(record.get("history"), list) and isinstance(record.get("trajectory"), list),
-    read_swe_agent,
-)
-MINI_SWE_AGENT = Format(
-    "mini-swe-agent",
-    "`trajectory_format` mini-swe-agent",
-    lambda record: str(record.get("trajectory_format")).startswith("mini-swe-agent"),
-    read_mini_swe_agent,
-)
-TAU = Format(
-    "tau-bench",
-    "`traj`, `simulations` or `reward_info`",
-    lambda r: "traj" in r or "simulations" in r or {"reward_info", "task_id", "messages"} <= r.keys(),
-    read_tau,
-    session=of_run,
-)
-INSPECT = Format(
-    "inspect",
-    "a log or a sample of Inspect AI",
-    lambda record: {"eval", "samples"} <= record.keys() or {"messages", "epoch", "scores"} <= record.keys(),
-    read_inspect,
-)
-TOOLBENCH = Format(
-    "toolbench", "`answer_generation` and `tree`", lambda r: {"answer_generation", "tree"} <= r.keys(), read_toolbench
-)
-THOUGHTS = Format(
-    "tree-of-thoughts", "`steps` with `new_ys`", lambda r: look_up(r, "steps.0.new_ys") is not None, read_thoughts
-)
-VERL = Format("verl", "a batch, a dumped rollout or responses of verl", is_verl, read_verl)
-ART = Format("art", "`messages_and_choices`, or `group_index` and `messages`", is_art, read_art)
-AREAL = Format("areal", "interactions of AReaL", is_areal, read_areal)
+SWE_AGENT = Format("swe-agent", "history trajectory", read_swe_agent)
+MINI_SWE_AGENT = Format("mini-swe-agent", "trajectory_format messages", read_mini_swe_agent)
+TAU = Format("tau-bench", "traj | simulations | reward_info task_id messages", read_tau, session=of_run)
+INSPECT = Format("inspect", "eval samples | messages epoch scores", read_inspect)
+TOOLBENCH = Format("toolbench", "answer_generation tree", read_toolbench)
+THOUGHTS = Format("tree-of-thoughts", "steps.0.new_ys", read_thoughts)
+BATCHES = "batch.responses | input_ids attention_mask responses | input output score | prompt responses data_source"
+VERL = Format("verl", BATCHES, read_verl)
+ART = Format("art", "trajectories.0.messages_and_choices | messages_and_choices | group_index messages", read_art)
+AREAL = Format("areal", "interactions of AReaL", read_areal, is_areal)

@@ -116,7 +116,7 @@ def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
         if name == "generations" and isinstance(look_up(given, "generations.0"), list):  # LangChain: a batch of one
             return answers_of(given["generations"][0], notes)
         return [
-            [*turns[:-1], _finished(turns[-1], given)] if turns else turns for turns in answers_of(given[name], notes)
+            [*turns[:-1], finished(turns[-1], given)] if turns else turns for turns in answers_of(given[name], notes)
         ]
     if not isinstance(given, list):
         raise DataError(f"the response is {quoted(given)}, expected text, choices or messages")
@@ -144,10 +144,10 @@ def _answer(choice: Record) -> dict[str, Any]:
         content = first_path(held, "content", "parts", "text")
         held = {name: held[name] for name in held if name not in ("type", "text")} | {"role": "assistant"}
         held["content"] = content
-    return _finished(held, choice)
+    return finished(held, choice)
 
 
-def _finished(message: Record, choice: Record) -> dict[str, Any]:
+def finished(message: Record, choice: Record) -> dict[str, Any]:
     """The message with the reason why it ended, which most APIs keep beside it."""
     reason = first_path(choice, "finish_reason", "stop_reason", "finishReason", "done_reason", "status")
     reason = first_path(choice, "generation_info.finish_reason") if reason is None else reason
@@ -387,19 +387,23 @@ def _completed(known: Record, prompt: Any, completion: Any) -> Record:
     return {**known, "messages": untrained(prompt or []) + completion}
 
 
-CHAT = Format(
-    "chat", "`messages`", lambda r: any(isinstance(parsed(look_up(r, path)), list) for path in MESSAGES_AT), read_chat
-)
-BATCH = Format(
-    "batch",
-    "`custom_id`",
-    lambda record: "custom_id" in record and not is_request(record),
-    read_batch,
-    session=lambda place, record: ("custom_id", record.get("custom_id")),
-)
-REQUESTS = Format("requests", "a request and its response", is_request, read_requests)
-SHAREGPT = Format("sharegpt", "`conversations`", lambda record: "conversations" in record, read_sharegpt)
-PREFERENCE = Format(
-    "preference", "`chosen` and `rejected`", lambda record: {"chosen", "rejected"} <= record.keys(), read_preference
-)
-COMPLETION = Format("completion", "`prompt` and `completion`", lambda record: "completion" in record, read_completion)
+def is_chat(record: Record) -> bool:
+    """Whether a record has a list of messages at a place that we know."""
+    return any(isinstance(parsed(look_up(record, path)), list) for path in MESSAGES_AT)
+
+
+def is_batch(record: Record) -> bool:
+    """Whether a record has one side of a call of a batch."""
+    return "custom_id" in record and not is_request(record)
+
+
+def _of_batch(place: str, record: Record) -> tuple[Any, ...]:
+    return ("custom_id", record.get("custom_id"))
+
+
+CHAT = Format("chat", "`messages`", read_chat, is_chat)
+BATCH = Format("batch", "`custom_id` of a batch", read_batch, is_batch, session=_of_batch)
+REQUESTS = Format("requests", "a `request` and its `response`", read_requests, is_request)
+SHAREGPT = Format("sharegpt", "conversations", read_sharegpt)
+PREFERENCE = Format("preference", "chosen rejected", read_preference)
+COMPLETION = Format("completion", "completion", read_completion)

@@ -242,40 +242,13 @@ def read_messages(record: Record, notes: Notes) -> list[Record]:
 
 CLAUDE_CODE = Format(
     "claude-code",
-    "lines of a session of Claude Code: `sessionId`",
-    lambda r: isinstance(r.get("type"), str) and not {"sessionId", "leafUuid", "messageId"}.isdisjoint(r),
+    "type uuid sessionId | type leafUuid | type messageId snapshot | type sessionId operation | type sessionId aiTitle",
     read_claude_code,
     session=of_file,
 )
-CODEX = Format(
-    "codex",
-    "lines of a session of Codex: `payload`",
-    lambda r: (
-        r.get("type") in ("session_meta", "response_item", "turn_context", "event_msg", "compacted") and "payload" in r
-    ),
-    read_codex,
-    session=of_file,
-)
-OPENHANDS_EVENTS = Format(
-    "openhands-events",
-    "an event of OpenHands: `source` and `kind`, `action` or `observation`",
-    lambda r: (
-        r.get("source") in ("agent", "user", "environment") and not {"kind", "action", "observation"}.isdisjoint(r)
-    ),
-    read_openhands,
-    session=of_file,
-)
-OPENHANDS = Format(
-    "openhands",
-    "`history` and `instance_id`",
-    lambda r: isinstance(r.get("history"), list) and "instance_id" in r,
-    read_openhands,
-)
-ATIF = Format("atif", "`schema_version` ATIF", lambda r: str(r.get("schema_version")).startswith("ATIF"), read_atif)
-MESSAGES = Format(
-    "messages",
-    "`role` and `content`: messages of one conversation",
-    lambda r: "role" in r and not {"content", "parts"}.isdisjoint(r) and "messages" not in r and "response" not in r,
-    read_messages,
-    session=of_file,
-)
+CODEX = Format("codex", "type payload", read_codex, session=of_file)
+OPENHANDS = Format("openhands", "history instance_id", read_openhands)
+EVENTS = "source kind timestamp | source action timestamp | source observation timestamp"
+OPENHANDS_EVENTS = Format("openhands-events", EVENTS, read_openhands, session=of_file)
+ATIF = Format("atif", "schema_version steps agent", read_atif)
+MESSAGES = Format("messages", "role content | role parts", read_messages, session=of_file)

@@ -219,12 +219,6 @@ def _per_token(node: Record, name: str, default: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] * len(node["ids"])
 
 
-def is_nodes(record: Record) -> bool:
-    """Whether a record holds nodes with parents."""
-    node = look_up(record, "nodes.0") or look_up(record, "traces.0.nodes.0")
-    return isinstance(node, Mapping) and bool(
-        {"parent", "tokens", "input_ids", "token_ids", "messages", "message"} & node.keys()
-    )
-
-
-NODES = Format("nodes", "`nodes`", is_nodes, read_nodes)
+OURS = ("tokens", "input_ids", "token_ids", "messages", "message", "parent")
+KEYS = " | ".join(f"{place}.0.{name}" for place in ("nodes", "traces.0.nodes") for name in OURS)
+NODES = Format("nodes", KEYS, read_nodes)

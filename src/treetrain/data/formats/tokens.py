@@ -365,12 +365,6 @@ def is_steps(record: Record) -> bool:
     return found(record, PROMPT_IDS)[1] is not None and found(record, ANSWER_IDS)[1] is not None
 
 
-TOKENS = Format(
-    "tokens",
-    "`input_ids`",
-    lambda record: "input_ids" in record and "responses" not in record,  # those are rows of verl
-    lambda record, notes: [record],
-    tokens=True,
-)
-SERVER = Format("server", "the token ids of a server's response", is_server, read_server, tokens=True)
-STEPS = Format("steps", "the token ids of prompts and answers", is_steps, read_steps, tokens=True)
+TOKENS = Format("tokens", "input_ids", lambda record, notes: [record], tokens=True)
+SERVER = Format("server", "the token ids of a server's response", read_server, is_server, tokens=True)
+STEPS = Format("steps", "the token ids of prompts and answers", read_steps, is_steps, tokens=True)

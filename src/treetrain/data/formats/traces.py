@@ -199,8 +199,9 @@ def _rollout_of(place: str, record: Record) -> Any:
 class Log:
     """Where a tracing tool keeps its LLM calls; every field but `calls` is a path or several, of which one is there."""
 
-    kind: str
-    calls: str
+    kind: str = ""
+    """What says that an entry is a call; without it, all entries below the record are."""
+    calls: str = ""
     """The values of `kind` that LLM calls have, as a regular expression."""
     below: str = ""
     """The entries below an entry, or in a trace."""
@@ -210,6 +211,7 @@ class Log:
     model: tuple[str, ...] = ("model",)
     episode: tuple[str, ...] = ("trace_id",)
     rewards: tuple[str, ...] = ("scores",)
+    names: tuple[str, ...] = ("id",)
 
     def __call__(self, record: Record, notes: Notes) -> list[Record]:
         """The rows of an entry and of those below it."""
@@ -220,13 +222,13 @@ class Log:
             entry, reward = pending.pop()
             below = [*(objects(entry, self.below) if self.below else []), *objects(entry, "records")]
             pending += [(one, reward) for one in reversed(below)]
-            if not re.search(self.calls, str(look_up(entry, self.kind))):
+            if not (re.search(self.calls, str(look_up(entry, self.kind))) if self.kind else entry is not record):
                 if entry is not record or not below:
                     notes.add(OTHER)
                 continue
             own = reward_of(first_path(entry, *self.rewards), notes) if entry is not record else None
             known = {
-                "id": entry.get("id"),
+                "id": first_path(entry, *self.names),
                 "episode": first_path(entry, *self.episode),
                 "reward": reward if own is None else own,
                 "model": first_path(entry, *self.model),
@@ -241,17 +243,11 @@ class Log:
 
 
 API_CALL = r"completions?\.create|messages\.create|responses\.create|generate_content|litellm\.completion|\.converse"
-SPANS = Format(
-    "spans",
-    "attributes of OpenTelemetry, OpenInference, OpenLLMetry or MLflow",
-    is_spans,
-    read_spans,
-    session=_rollout_of,
-)
+OPENTELEMETRY = "attributes of OpenTelemetry, OpenInference, OpenLLMetry or MLflow"
+SPANS = Format("spans", OPENTELEMETRY, read_spans, is_spans, session=_rollout_of)
 LANGSMITH = Format(
     "langsmith",
-    "`run_type`",
-    lambda record: "run_type" in record,
+    "run_type",
     Log(
         kind="run_type",
         calls="^llm$",
@@ -263,14 +259,12 @@ LANGSMITH = Format(
 )
 LANGFUSE = Format(
     "langfuse",
-    "`observations`, or `type` and `traceId`",
-    lambda r: "observations" in r or ({"type", "input", "output"} <= r.keys() and ("traceId" in r or "trace_id" in r)),
+    "observations | type input output traceId | type input output trace_id",
     Log(kind="type", calls="^GENERATION$", below="observations", episode=("traceId", "trace_id")),
 )
 BRAINTRUST = Format(
     "braintrust",
-    "`span_attributes`",
-    lambda record: "span_attributes" in record,
+    "span_attributes",
     Log(
         kind="span_attributes.type",
         calls="^llm$",
@@ -280,22 +274,15 @@ BRAINTRUST = Format(
     ),
     session=lambda place, record: ("trace", record.get("root_span_id")),
 )
-WEAVE = Format(
-    "weave",
-    "`op_name`",
-    lambda record: "op_name" in record and "inputs" in record,
-    Log(kind="op_name", calls=API_CALL, model=("inputs.model",)),
-)
+WEAVE = Format("weave", "op_name inputs", Log(kind="op_name", calls=API_CALL, model=("inputs.model",)))
 OPIK = Format(
     "opik",
-    "`type`, `trace_id` and `feedback_scores`",
-    lambda record: {"type", "trace_id", "input", "feedback_scores"} <= record.keys(),
+    "type trace_id input feedback_scores",
     Log(kind="type", calls="^llm$", rewards=("feedback_scores",), tools=("metadata.tools",)),
 )
 AGENTS_SDK = Format(
     "agents-sdk",
-    "`span_data`",
-    lambda record: "span_data" in record,
+    "span_data",
     Log(
         kind="span_data.type",
         calls="^(generation|response)$",
