@@ -43,6 +43,7 @@ from treetrain.engine.loss_gradients import (
     predictions_of,
 )
 from treetrain.engine.packed import model_device, wide_dtype
+from treetrain.engine.probe import token_mixing_checked
 from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.runtime import PassCounts, Rollback, Runtime
 from treetrain.engine.score import Scored, Scoring, States
@@ -143,7 +144,7 @@ class TreeEngine(Runtime):
             result = run_step(self, step, plan, reduces, balance, rollback)
             return result, None if ranks.data_size == 1 else result.on_host()
 
-        with self.rollback() as rollback:
+        with self.rollback() as rollback, token_mixing_checked(self):
             result, results = ranks.agree("the step", run)
         if sync:
             self.average_gradients()
@@ -268,7 +269,8 @@ class TreeEngine(Runtime):
             entropy=entropies and tokens,
             statistics=statistics and tokens,
         )
-        return Scored(name, scoring, tree, reads, values=values is not None)
+        with token_mixing_checked(self):
+            return Scored(name, scoring, tree, reads, values=values is not None)
 
     def logprobs(
         self,

@@ -1,0 +1,320 @@
+"""Finds adapters, hooks and replaced forwards that mix tokens, by running them.
+
+On a tree one call of a layer holds the tokens of many rows. Attention and recurrences follow the tree; everything else
+must treat every token alone. For transformers' own layers the tests show that. For what users put around them (an
+adapter, a forward hook, a forward of their own) it is tried: a small forest runs through the model, and at each such
+module a token of the module's input is changed. If the output moves for a token that does not see the changed one,
+rows would be computed from one another's tokens, and the module is refused.
+
+A new adapter often adds zero, so the probe gives its parameters random values during these calls. Most hooks only
+record: only one that has changed something in a real pass is run again.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from treetrain.engine.executor import Executor
+from treetrain.engine.packed import PackedRun
+from treetrain.engine.runtime import PassCounts, Runtime
+from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import causal_lm
+from treetrain.models.tree_mode import TreeRun
+from treetrain.planning.partition import whole_trees
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import pack
+
+_ROWS = [[0, 1, 2], [0, 3, 4], [5, 6]]
+_TOKENS, _OTHER_ID = 7, 7
+_SIZES = 1.0, 0.1
+"""Standard deviations of random adapter weights. Large ones show small effects in bfloat16. Adapters that make matrices
+orthogonal by a series are finite only for small ones."""
+_TOLERANCE = 1e-5
+"""Relative difference that another grouping of experts' products may make in float32."""
+_BUFFER_SIZE = 1 << 20
+_ACCEPTED: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
+"""What was on a module when it was last accepted."""
+
+
+@contextmanager
+def token_mixing_checked(runtime: Runtime) -> Iterator[None]:
+    """Check what users put on the model's layers, unless it was checked before; collective for a sharded model.
+
+    Adapters and forwards are probed before the block, hooks after it if they have changed anything in its passes.
+
+    Raises:
+        UnsupportedModel: an adapter layer, hook or forward mixes tokens; names it.
+    """
+    if not runtime.same_rows.alone:  # these ranks divide the tokens or the weights of a call
+        yield
+        return
+    found = _put_on(runtime)
+    found = {name: (module, what) for name, (module, what) in found.items() if _ACCEPTED.get(module) != what}
+    names = {name for name, (_, what) in found.items() if what.adapter or what.forward}
+    if runtime.collective:
+        _, lists = runtime.ranks.agree("looking for adapters", lambda: (None, names))
+        names = set().union(*lists)
+    if names:
+        modules = {name: module for name, module in runtime.model.named_modules() if name in names}
+        runtime.passes_with.agree("probing layers", lambda: (_probe(runtime, modules), None))
+    with _observed([module for module, what in found.values() if what.hooks]) as changing:
+        yield
+    if changing:
+        _probe(runtime, {name: module for name, (module, _) in found.items() if module in changing})
+    _ACCEPTED.update({module: what for module, what in found.values()})
+
+
+class _PutOn(NamedTuple):
+    """What is on a module that is not its own; hooks by the numbers of their handles, which no other hook gets."""
+
+    adapter: str | None
+    forward: int | None
+    hooks: tuple[int, ...]
+
+
+def _put_on(runtime: Runtime) -> dict[str, tuple[nn.Module, _PutOn]]:
+    """The modules with something put on them, by name."""
+    model, head, found = runtime.model, runtime.capabilities.head, {}
+    whole = {model, causal_lm(model)}  # their outputs are compared with the head's in every pass
+    for name, module in model.named_modules():
+        fields, adapter, forward, hooks = vars(module), None, None, ()
+        if "_active_adapter" in fields and not fields.get("_disable_adapters"):
+            adapter = repr((fields["_active_adapter"], fields.get("merged_adapters")))
+        if not runtime.collective and module is not head:  # `fully_shard` has hooks of its own
+            forward = id(fields["forward"]) if "forward" in fields else None
+            hooks = *fields["_forward_pre_hooks"], *fields["_forward_hooks"]
+        if (adapter or forward or hooks) and module not in whole and not whole & set(fields["_modules"].values()):
+            found[name] = module, _PutOn(adapter, forward, hooks)
+    return found
+
+
+@contextmanager
+def _observed(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
+    """Yield the set of those modules one of whose hooks changes an input or output within the block."""
+    changing: set[nn.Module] = set()
+
+    def observe(module: nn.Module, hook: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        tensors = [x for x in _tensors(given) if not x.is_inference()]
+        versions = [x._version for x in tensors]
+        result = hook(*given, **options)
+        if result is not None or versions != [x._version for x in tensors]:
+            changing.add(module)
+        return result
+
+    replaced = []
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in hooks.items():
+                replaced.append((hooks, number, hook))
+                hooks[number] = partial(observe, module, hook)
+    try:
+        yield changing
+    finally:
+        for hooks, number, hook in replaced:
+            if number in hooks:
+                hooks[number] = hook
+
+
+@contextmanager
+def _other_hooks_off(model: nn.Module, modules: Collection[nn.Module]) -> Iterator[None]:
+    """Without the forward hooks of all but these modules within the block: what records shall record real passes."""
+    off = []
+    for module in model.modules():
+        for hooks in () if module in modules else (module._forward_pre_hooks, module._forward_hooks):
+            if hooks:
+                off.append((hooks, dict(hooks)))
+                hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in off:
+            hooks.update(own)
+
+
+def _probe(runtime: Runtime, modules: dict[str, nn.Module]) -> None:
+    layout = pack(build_tree(_ROWS), trim=False)
+    changed = int(np.flatnonzero(layout.input_ids == 1)[0])
+    tokens = np.arange(_TOKENS)
+    apart = torch.from_numpy((tokens < changed) | (tokens >= layout.ends[changed]))
+    head = runtime.capabilities.head
+    probe = _Probe(modules, head, changed, apart)
+    runtime = copy(runtime)
+    runtime.compile_layers, runtime.run_type = False, type("ProbeRun", (_ProbeRun,), {"probe": probe})
+    with ExitStack() as stack:
+        stack.enter_context(_buffers_kept(runtime.model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not runtime.collective:
+            stack.enter_context(_other_hooks_off(runtime.model, modules.values()))
+        Executor(runtime, whole_trees(layout, _TOKENS), PassCounts(), gradients=False).score(None)
+        if probe.of_head is not None and not runtime.collective:  # its forward was replaced during the pass
+            with torch.no_grad():
+                probe.compare(probe.names[head], head, *probe.of_head)
+
+
+class _ProbeRun(PackedRun):
+    """A pass in which some modules are called again."""
+
+    probe: "_Probe"
+
+    def _forward(self, run: TreeRun) -> Any:
+        with self.probe.installed():
+            return super()._forward(run)
+
+    def _check_layers(self, run: TreeRun) -> None:
+        """Layers are called several times."""
+
+
+class _Probe:
+    """Calls modules again where they are called.
+
+    Args:
+        changed: the token whose input is changed.
+        apart: the tokens that do not see it.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], head: nn.Module, changed: int, apart: Tensor):
+        self.names = {module: name for name, module in modules.items()}
+        self.of_head: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._head, self._changed, self._apart = head, changed, apart
+        self._seen: set[nn.Module] = set()
+        self._comparing = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Compare at the first call of each module within the block."""
+        with ExitStack() as stack:
+            for module in self.names:
+                compiled = vars(module).get("_compiled_call_impl")
+                if compiled is None:
+                    stack.callback(delattr, module, "_compiled_call_impl")
+                else:
+                    stack.callback(setattr, module, "_compiled_call_impl", compiled)
+                module._compiled_call_impl = partial(self._called, module, compiled or module._call_impl)
+            yield
+
+    def _called(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._comparing or module in self._seen:
+            return call(*args, **kwargs)
+        self._seen.add(module)
+        if module is self._head:
+            self.of_head = args, kwargs
+            return call(*args, **kwargs)
+        output = call(*args, **kwargs)
+        self._comparing = True
+        try:
+            self.compare(self.names[module], module, args, kwargs)
+        finally:
+            self._comparing = False
+        return output
+
+    def compare(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise UnsupportedModel if a token's output depends on one that it does not see."""
+        generator = torch.Generator().manual_seed(0)
+        changed = self._changed_input(args, kwargs, generator)
+        if changed is None:
+            return
+        own = _adapter_weights(module)
+        for size in _SIZES if own else (0.0,):
+            weights = {n: torch.randn(p.shape, generator=generator).mul(size).to(p) for n, p in own.items()}
+            before, after = (functional_call(module, weights, *given) for given in ((args, kwargs), changed))
+            moved = max((self._moved(x, y) for x, y in zip(_tensors(before), _tensors(after))), default=0.0)
+            if moved:
+                raise UnsupportedModel(_message(name, module, moved))
+
+    def _changed_input(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with another input at the changed token; None if the module is given no tokens."""
+        for key, x in [*enumerate(args), *kwargs.items()]:
+            if not isinstance(x, Tensor) or (by_token := _by_token(x)) is None:
+                continue
+            if x.is_floating_point():
+                noise = torch.randn(by_token.shape[1:], generator=generator).to(x)
+                entry = by_token[self._changed] + noise * (4 * by_token.float().std().to(x) + 1)
+            else:
+                entry = torch.full_like(by_token[self._changed], _OTHER_ID)
+            new = by_token.clone()
+            new[self._changed] = entry
+            new = new.view_as(x)
+            if isinstance(key, int):
+                return (*args[:key], new, *args[key + 1 :]), kwargs
+            return args, {**kwargs, key: new}
+        return None
+
+    def _moved(self, before: Tensor, after: Tensor) -> float:
+        """By how much outputs move of tokens that do not see the changed one, relative to the largest; 0: by rounding.
+
+        Numbers that are not finite tell nothing.
+        """
+        x, y = _by_token(before), _by_token(after)
+        if x is None or y is None or x.shape != y.shape or not x.is_floating_point():
+            return 0.0
+        apart = self._apart.to(x.device)
+        largest, moved = float(x[apart].abs().max()), float((x[apart] - y[apart]).abs().max())
+        if not np.isfinite(largest + moved) or moved <= max(_TOLERANCE, 2 * torch.finfo(x.dtype).eps) * largest:
+            return 0.0
+        return moved / largest if largest else np.inf
+
+
+def _message(name: str, module: nn.Module, moved: float) -> str:
+    kind = f"{type(module).__module__}.{type(module).__qualname__}".removeprefix("peft.tuners.")
+    fields = vars(module)
+    hooks = [*fields["_forward_pre_hooks"].values(), *fields["_forward_hooks"].values()]
+    if "_active_adapter" in fields:
+        what, cure = f"the adapter layer {name} ({kind})", "Use an adapter that treats every token alone, such as LoRA."
+    else:
+        own = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks) or "a forward of its own"
+        what, cure = f"{name} ({kind}) with {own}", "Remove it, or let it treat every token alone."
+    return (
+        f"{what} mixes tokens: where one token changes, its output for a token of another row moves by {moved:.1g} of "
+        f"its size. On a tree a call holds the tokens of many rows. {cure}"
+    )
+
+
+def _adapter_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The floating parameters of an adapter layer, without those of the layer that it adapts."""
+    if "base_layer" not in module._modules:
+        return {}
+    own = {name: p for name, p in module.named_parameters() if not name.startswith("base_layer.")}
+    return {name: p.detach() for name, p in own.items() if p.is_floating_point()}
+
+
+def _by_token(x: Tensor) -> Tensor | None:
+    """A view whose first dimension is the tokens; None for a tensor without such a dimension."""
+    if x.dim() > 1 and x.shape[:2] == (1, _TOKENS):
+        return x[0]
+    return x if x.dim() and len(x) == _TOKENS else None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, tuple | list):
+        for part in output:
+            yield from _tensors(part)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers after the block."""
+    places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
+    kept = [(x, x._version, x.clone()) for _, _, x in places if x is not None and x.numel() <= _BUFFER_SIZE]
+    try:
+        yield
+    finally:
+        for holder, name, x in places:
+            holder[name] = x
+        with torch.no_grad():
+            for x, version, values in kept:
+                if x._version != version:
+                    x.copy_(values)
