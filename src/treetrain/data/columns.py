@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory, common_prefix
+from treetrain.errors import DataError
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -46,7 +47,13 @@ class RowColumns:
 
 
 def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
-    """The facts of rows as arrays."""
+    """The facts of rows as arrays. Raises DataError for rows that are no trajectories."""
+    for number, row in enumerate(rows):
+        if not isinstance(row, Trajectory):
+            raise DataError(
+                f"row {number} is a {type(row).__name__}, not a Trajectory: make one of every row, "
+                "tt.Trajectory(ids, reward=..., group=...), or read a file with tt.load(path).rows"
+            )
 
     def array(values: Iterable[object], dtype: type) -> NDArray:
         return np.fromiter(values, dtype, len(rows))  # type: ignore[arg-type]

@@ -3,6 +3,9 @@
 A step that runs out of memory is rolled back and starts over in smaller parts (`Runtime.within_memory`).
 """
 
+import difflib
+import functools
+import inspect
 import os
 import re
 import sys
@@ -12,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import psutil
 import torch
@@ -38,7 +41,7 @@ from treetrain.engine.packed import PackedRun, model_device, plan_of_any_model, 
 from treetrain.engine.routing import Routing
 from treetrain.engine.tensor_parallel import tensor_parallel_ranks
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import Capabilities, check_model
+from treetrain.models.capability import Capabilities, check_model, loaded
 from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import AMPLE, USABLE
 from treetrain.planning.make import Bytes, make_plan, parse_budget
@@ -48,6 +51,7 @@ from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 LAST_RESORT_TOKENS = 256
 """The token budget that is tried if no plan is predicted to fit into free memory."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -207,6 +211,20 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
         return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
 
 
+def unknown_named(init: F) -> F:
+    """An ``__init__`` whose error for an unknown argument names those that there are."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for name in options.keys() - set(known):
+            near = "".join(f" (did you mean {x}?)" for x in difflib.get_close_matches(name, known, n=1))
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}{near}; it has {', '.join(known)}")
+        init(self, *args, **options)
+
+    return cast("F", checked)
+
+
 class Runtime:
     """Plans batches for a model and runs the plans. See `TreeEngine` for the arguments and errors."""
 
@@ -214,6 +232,7 @@ class Runtime:
     """Whether rows that share a prefix are computed together; False for the linear baseline."""
     run_type: type[Any] = PackedRun
 
+    @unknown_named
     def __init__(
         self,
         model: nn.Module,
@@ -228,7 +247,7 @@ class Runtime:
     ):
         if reduce not in ("auto", "part", "step"):
             raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
-        model, group = unwrapped(model, group)
+        model, group = unwrapped(loaded(model), group)
         if value_head is not None:
             value_head, group = unwrapped(value_head, group)
         self.context, self.tensor = Ranks(context), tensor_parallel_ranks(model, group, context)

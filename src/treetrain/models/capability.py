@@ -268,6 +268,16 @@ def causal_lm(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model  # type: ignore[return-value]
 
 
+def loaded(model: Any) -> nn.Module:
+    """The model; raises TypeError for a name, a configuration, or anything else that is no module."""
+    if isinstance(model, nn.Module):
+        return model
+    given = f"the name {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+    raise TypeError(
+        f"model is {given}; give a loaded model: tt.load_model(name), or AutoModelForCausalLM.from_pretrained(name)"
+    )
+
+
 def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Module | None = None) -> Capabilities:
     """Refuse a model that would not be exact on a tree; describe one that is.
 

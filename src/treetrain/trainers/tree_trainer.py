@@ -39,6 +39,7 @@ from treetrain.engine.routing import RouterBalance
 from treetrain.engine.runtime import expandable_segments
 from treetrain.errors import DataError, nearest
 from treetrain.losses import PolicyLoss
+from treetrain.models.capability import loaded
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
@@ -105,6 +106,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             raise ValueError(
                 f"args is a {type(args).__name__}; give TreeArguments, which has the same arguments and more"
             )
+        loaded(model)
         expandable_segments()
         self.loss = checked_loss(args, loss)
         self._compute: frozenset[str] = frozenset()

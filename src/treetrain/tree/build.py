@@ -9,7 +9,7 @@ runs.
 
 import os
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ def build_tree(
         sequences: K rows, each a Trajectory or a list, 1-D integer array or tensor of token ids; duplicates, rows
             that are prefixes of other rows, empty rows and rows of one token are allowed.
             Trajectories with different `key` share no token; tokens with different recorded `experts` are not merged.
+            One array [K, L] is refused, since padding would count as tokens: `from_padded` takes it with its mask.
         merge: False keeps every row as a separate tree, as in the linear baseline.
         apart: rows with different numbers (from 0) share no token.
 
@@ -51,6 +52,7 @@ def build_tree(
     Children are ordered heaviest first: more leaves, then more tokens, then the smaller row number.
     Time is about linear in the tokens of all rows (memcmp sort); memory is linear.
     """
+    _check_rows(sequences)
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
     given = [row if isinstance(row, Trajectory) else None for row in rows]
     flat, lengths = _token_ids(rows)
@@ -95,6 +97,20 @@ def build_tree(
 def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree:
     """The tree of rows; a tree is returned unchanged."""
     return rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
+
+
+def _check_rows(rows: Any) -> None:
+    """Raise DataError for what is no sequence of rows."""
+    if isinstance(rows, Mapping | str):
+        raise DataError(
+            f"rows are given as one {type(rows).__name__}; give a list of rows, each a list of token ids, or "
+            "tt.from_padded(batch['input_ids'], batch['attention_mask']) for a padded batch"
+        )
+    if getattr(rows, "ndim", 1) > 1:
+        raise DataError(
+            f"rows are given as one array {list(rows.shape)}: if it is padded, its padding would count as tokens. Give "
+            "tt.from_padded(input_ids, attention_mask), or list(rows) if every entry is a token of its row"
+        )
 
 
 def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
@@ -144,8 +160,8 @@ def _as_array(number: int, row: Any) -> NDArray[Any]:
     ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may be on another device
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise DataError(
-            f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of "
-            f"{ids.dtype}; pass one row per sequence"
+            f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of {ids.dtype} (a "
+            f"{type(row).__name__}); pass a list of rows, each a list of token ids or a Trajectory"
         )
     return ids
 

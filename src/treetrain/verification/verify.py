@@ -25,7 +25,7 @@ from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
 from treetrain.engine.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.losses import sft
-from treetrain.models.capability import check_model
+from treetrain.models.capability import check_model, loaded
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row, as_tree
@@ -121,7 +121,7 @@ def verify(
     loss = as_loss(sft() if loss is None else loss)
     tree = as_tree(trajectories, merge=True)
     rows = list(tree.trajectories)
-    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
+    dtype: torch.dtype = loaded(model).dtype  # type: ignore[assignment]
     exact = dtype in TOLERANCE
     if not exact and not tensor_parallel_ranks(model).alone:
         raise UnsupportedModel(
