@@ -258,6 +258,35 @@ def test_the_routers_auxiliary_loss_is_a_leaf(shape, keep, graphs):
 
 
 @every_way
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_checkpointed_experts_see_their_own_routing_again(graphs, reentrant, recorded):
+    model = make_model("qwen3_moe", dtype=torch.float64, output_router_logits=not recorded, router_aux_loss_coef=0.5)
+    rows = [tt.Trajectory(row) for row in ROWS if len(row) > 1]
+    if recorded:
+        rng = np.random.default_rng(0)
+        experts = [np.array([[rng.permutation(4)[:2]] * 2 for _ in range(len(row))]) for row in rows]
+        rows = [row.replace(experts=chosen) for row, chosen in zip(rows, experts)]
+
+    def gradients():
+        model.zero_grad()
+        scored = engine_with(model, "N/4", "mixed", graphs).score(rows)
+        total = sum(row.square().sum() for row in scored.logprobs)
+        (total if scored.aux_loss is None else total + scored.aux_loss**2).backward()
+        scored.backward()
+        return linear.gradients(model)
+
+    truth = gradients()
+    if not recorded:
+        (logprobs, _), logits = moe.score_rows(model, rows)
+        total = sum(row.square().sum() for row in logprobs) + moe.auxiliary_loss(logits) ** 2
+        truth = linear.gradients(model, total)
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert linear.relative_error(gradients(), truth) <= 1e-12
+
+
+@every_way
 def test_values_of_a_head_are_leaves(model, graphs):
     head = nn.Linear(model.config.hidden_size, 1).double()
     head.forward = lambda x: nn.functional.linear(x, head.weight, head.bias).squeeze(-1)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int64
@@ -309,13 +310,18 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 """The attribute by which transformers' modules checkpoint a call; newer releases keep a layer's hooks outside of it."""
 
 
+_ACTIVE_CALLS: "WeakKeyDictionary[nn.Module, list[tuple[Any, TreeRun | None]]]" = WeakKeyDictionary()
+"""By model, the stack of active calls, outermost first: callee and its run."""
+
+
 @contextmanager
 def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[Callable[[], TreeRun | None]]:
     """Yield a function that returns the tree run of the current call; it works within the block.
 
     Routers and some recurrent layers receive no keyword arguments, but the modules around them do. In backward,
     activation checkpointing calls a part of the model a second time, when other runs may have gone forward meanwhile.
-    The second call belongs to the run of the first call, not to the latest run.
+    The second call belongs to the run of the first call, not to the latest run. It may come in a later block than the
+    first (a score's backward), so a model has one stack of calls for all blocks.
 
     The function returns None outside of a known call, for instance when something other than transformers checkpoints
     a part of a layer without the modules around it.
@@ -323,7 +329,8 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
     Args:
         inside: the modules that need the run.
     """
-    calls: list[tuple[Any, TreeRun | None]] = []  # the stack of active calls, outermost first: callee and its run
+    calls = _ACTIVE_CALLS.setdefault(model, [])
+    outside = len(calls)
 
     def current() -> TreeRun | None:
         return calls[-1][1] if calls else None
@@ -357,7 +364,10 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
                 if _CHECKPOINT in vars(module):
                     _set(stack, module, _CHECKPOINT, remembering(vars(module)[_CHECKPOINT]))
-        yield current
+        try:
+            yield current
+        finally:
+            del calls[outside:]
 
 
 # ---- compiled layers
