@@ -562,3 +562,17 @@ def test_bytes_bound_a_critic_too():
     model.zero_grad()
     tt.TreeEngine(model, budget="64MiB").forward_backward(dressed(), tt.losses.value())
     assert linear.relative_error(gradients(model), truth) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["Bert", "Ernie", "RoCBert"])
+def test_a_reward_model_that_pools_the_tokens_of_a_call_is_refused_and_its_critic_is_exact(family):
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = {"vocab_size": 37, "is_decoder": True, "num_labels": 1, "hidden_dropout_prob": 0.0} | sizes
+    config = getattr(transformers, f"{family}Config")(**settings, attention_probs_dropout_prob=0.0)
+    reward_model = build(getattr(transformers, f"{family}ForSequenceClassification"), config, dtype=torch.float64)
+    with pytest.raises(tt.UnsupportedModel, match=r"given a tensor \[1, 24\].*pools the tokens of a call") as error:
+        tt.rewards(reward_model, IDS[:2])
+    assert len(str(error.value)) <= 400 and all(p.grad is None for p in reward_model.parameters())
+    own = build(getattr(transformers, f"{family}ForTokenClassification"), config, dtype=torch.float64)
+    for values, row in zip(tt.values(own, IDS[:2]), IDS[:2]):
+        assert torch.allclose(values, own(input_ids=torch.tensor([row])).logits[0, :, 0], atol=1e-12)

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.distributed import Ranks
+from treetrain.errors import UnsupportedModel
 from treetrain.kernel_checks import failure_of, relative_error
 from treetrain.models.capability import IDENTITY, Capabilities, LogitMap
 from treetrain.models.tree_mode import replaced_forward
@@ -341,6 +342,13 @@ def scoring_head(
     fused = capabilities.head_is_linear and not replaced
 
     def forward(hidden: Tensor) -> Tensor:
+        if hidden.dim() != 3:
+            raise UnsupportedModel(
+                f"the head ({type(capabilities.head).__name__}) is given a tensor {list(hidden.shape)}, where states "
+                "[1, tokens, size] were expected: the model pools the tokens of a call before its head (an encoder's "
+                "pooler of the first token?), which on a tree are those of many rows. Use a model whose head reads "
+                "the state of every token, or of the last one."
+            )
         flat = hidden.flatten(0, 1)
         if capabilities.scores_tokens:
             size, head = capabilities.vocab_size, capabilities.head
