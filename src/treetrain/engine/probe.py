@@ -153,6 +153,10 @@ def _probe(runtime: Runtime, modules: dict[str, nn.Module]) -> None:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if not runtime.collective:
             stack.enter_context(_other_hooks_off(runtime.model, modules.values()))
+        config: Any = causal_lm(runtime.model).config
+        if getattr(config, "output_router_logits", False):  # transformers collects these by hooks
+            config.output_router_logits = False
+            stack.callback(setattr, config, "output_router_logits", True)
         Executor(runtime, whole_trees(layout, _TOKENS), PassCounts(), gradients=False).score(None)
         if probe.of_head is not None and not runtime.collective:  # its forward was replaced during the pass
             with torch.no_grad():
