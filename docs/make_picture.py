@@ -5,13 +5,17 @@ Run: python docs/make_picture.py. It writes docs/images/tree.svg.
 
 from pathlib import Path
 
+import numpy as np
+
 import treetrain as tt
-from treetrain.inspection.picture import draw
+from treetrain.inspection.picture import Picture, draw
 
 ROOT = Path(__file__).parents[1]
 GAMES = 8
 COLOURS = ("#7fb2dd", "#f0a35e")
 WIDTH, HEIGHT, GAP, TOP = 430, 190, 40, 30
+EDGED = 5
+"""Smaller blocks, in pixels, have no edge, which would cover them."""
 
 
 def main() -> None:
@@ -25,7 +29,7 @@ def main() -> None:
     )
     panels = []
     for number, title in enumerate(titles):
-        blocks = picture.svg(WIDTH, HEIGHT, colours=COLOURS, rows=number == 0)
+        blocks = svg(picture, rows=number == 0)
         axis = f'<text y="{HEIGHT + 16}">0 tokens</text>'
         end = f'<text x="{WIDTH}" y="{HEIGHT + 16}" text-anchor="end">{picture.longest}</text>'
         place = f'<g transform="translate({number * (WIDTH + GAP) + 10} {TOP})">'
@@ -42,6 +46,21 @@ def main() -> None:
         + "\n".join([*panels, keys, "</svg>", ""]),
         encoding="utf-8",
     )
+
+
+def svg(picture: Picture, *, rows: bool) -> str:
+    """The blocks as SVG elements; with `rows` every trajectory by itself, as separate rows compute it."""
+    across, down = WIDTH / picture.longest, HEIGHT / picture.rows
+    shades = 0.6 + 0.4 * np.log(picture.height) / np.log(picture.rows)  # one trajectory to all
+    place = zip(picture.x * across, picture.y * down, picture.width * across, picture.height * down)
+    drawn = []
+    for (x, y, w, h), count, kind, shade in zip(place, picture.height, picture.kind, shades):
+        tall = down if rows else h
+        look = f'fill="{COLOURS[kind]}"{" stroke=" * (min(w, tall) >= EDGED)}'.replace("stroke=", 'stroke="#fff"')
+        for top in y + down * np.arange(count if rows else 1):
+            box = f'x="{x:.5g}" y="{top:.7g}" width="{w:.5g}" height="{tall:.5g}"'
+            drawn.append(f'<rect {box} {look} fill-opacity="{shade:.2f}"/>')
+    return "\n".join(drawn)
 
 
 if __name__ == "__main__":

@@ -94,13 +94,51 @@ def test_means_and_labels_are_those_of_the_rows_through_a_block() -> None:
     rows = some_rows(2, reward=lambda n: n / 7 if n % 3 else None, group=lambda n: n % 2)
     picture = draw(build_tree(rows), blocks=25)
     rewards = np.array([np.nan if row.reward is None else row.reward for row in rows])
-    groups, ids = picture.labels()
+    ids = picture.ids()
     for block, (mean, y, height) in enumerate(zip(picture.means(rewards), picture.y, picture.height)):
         own = [rows[number] for number in picture.row_at[y : y + height]]
         given = [row.reward for row in own if row.reward is not None]
         assert mean is None if not given else mean == pytest.approx(np.mean(given), rel=1e-3)
-        same = {row.group for row in own}
-        assert groups[block] == (str(same.pop()) if len(same) == 1 else "") and ids[block] == own[0].id
+        assert ids[block] == ("" if picture.branches[block] else own[0].id)
+
+
+@pytest.mark.parametrize("blocks", [10, 24_000])
+def test_each_group_is_one_band_and_blocks_of_several_are_cut_into_pieces(blocks) -> None:
+    rows = some_rows(4, group=lambda n: f"task {n % 3}")
+    tree = build_tree(rows)
+    picture = draw(tree, blocks=blocks)
+    bands = picture.bands()
+    assert sorted(name for name, _ in bands) == ["task 0", "task 1", "task 2"]
+    sizes = {name: sum(1 for row in rows if row.group == name and len(row)) for name, _ in bands}
+    assert dict(bands) == sizes and sorted(picture.row_at.tolist()) == [k for k, row in enumerate(rows) if len(row)]
+    assert (picture.width * picture.height).sum() == pytest.approx(tree.num_flat_tokens)
+    inner = picture.parent >= 0
+    above = picture.parent[inner]
+    assert (above < np.flatnonzero(inner)).all()  # parents first, as the page reads them
+    assert (picture.x[inner] == (picture.x + picture.width)[above]).all()
+    assert (picture.y[inner] >= picture.y[above]).all()
+    assert ((picture.y + picture.height)[inner] <= (picture.y + picture.height)[above]).all()
+    if blocks > 1000:
+        for place, number in enumerate(picture.row_at.tolist()):
+            here = np.flatnonzero((picture.y <= place) & (place < picture.y + picture.height))
+            here = here[np.argsort(picture.x[here])]
+            path = [np.arange(picture.start[n], picture.start[n] + picture.unique[n]) for n in here]
+            assert np.concatenate(path).tolist() == tree.path(number).tolist()
+    assert draw(build_tree(some_rows(4))).bands() == []
+
+
+def test_lost_sharing_is_marked_where_rows_part() -> None:
+    shared, rows = list(range(200, 300)), []
+    for number in range(8):
+        ids = [*range(100, 120), 500 + number, *shared, 600 + number]
+        rows.append(Trajectory(ids, loss_weights=[0] * 121 + [1], id=f"row {number}"))
+    inspection = inspect_rows(rows, SHAPE)
+    picture = draw(inspection.tree)
+    (lost,) = inspection.diagnosis.causes
+    forks = picture.forks(inspection.diagnosis)
+    assert [(cause, token) for cause, token, _ in forks] == [(0, 20)] * 7 and lost.position == 20
+    marked = {picture.row_at[place] for *_, place in forks}
+    assert len(marked) == 7 and "differs from" in lost.example()
 
 
 def test_the_terminal_s_lines_are_the_picture() -> None:
@@ -113,6 +151,9 @@ def test_the_terminal_s_lines_are_the_picture() -> None:
 def test_the_charts_count_what_they_say() -> None:
     tree = build_tree([[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6], [9]])
     lengths, depths, fans, shared = charts(tree)
+    assert [chart["most"] for chart in (lengths, depths, fans, shared)] == [
+        "2 trajectories", "1 forks", "2 forks", "4 tokens"
+    ]  # fmt: skip
     assert [words for *_, words in lengths["bars"]][-1] == "2 trajectories of 4 tokens"
     assert [words.split()[0] for *_, words in depths["bars"]] == ["1", "1"]
     assert [words for *_, words in fans["bars"]] == ["2 forks of 2 branches"]
@@ -123,17 +164,20 @@ def test_the_charts_count_what_they_say() -> None:
 
 def test_the_page_is_one_small_file_that_no_text_breaks_out_of(tmp_path) -> None:
     evil = "</script><script>alert(1)</script>"
-    rows = [Trajectory([*range(seed % 50), seed], id=evil, group=evil, reward=1.0) for seed in range(9000)]
+    rows = [Trajectory([*range(seed % 50), seed], id=evil, group=evil, reward=1.0) for seed in range(40_000)]
     tokenizer = type("T", (), {"decode": lambda self, ids: evil + "é☃" * len(ids)})()
     inspection = dataclasses.replace(inspect_rows(rows, SHAPE, tokenizer=tokenizer), files=(evil,), notes=(evil,))
     page = write_page(inspection, tmp_path / "a" / "b.html")
     text = page.read_text(encoding="utf-8")
     assert "Train as a tree: " in text and "Why there is not more sharing" in text
     assert page.stat().st_size < PAGE_BYTES and "alert(1)</script>" not in text and "folded into" in text
+    assert "Tap a block" in text and "@media (pointer: coarse)" in text
     assert not re.findall(r'(?:src|href)="(?!data:,)', text) and "http" not in text.replace("www.w3.org", "")
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert data["rows"] == 9000 and data["blocks"]["id"][0] == evil
-    assert len(re.findall("<rect x=.*?class=.k", text)) == len(data["blocks"]["x"])
+    assert data["rows"] == 40_000 and data["blocks"]["id"][0] == evil
+    assert {len(data["blocks"][name]) for name in ("parent", "dy", "width", "height", "kind", "text")} == {
+        len(data["blocks"]["id"])
+    }
 
 
 def test_a_tree_of_nothing_and_a_tree_of_nodes_have_a_page(tmp_path) -> None:
@@ -144,30 +188,44 @@ def test_a_tree_of_nothing_and_a_tree_of_nodes_have_a_page(tmp_path) -> None:
 
 
 USE = """
-const view = document.getElementById("view"), svg = view.querySelector("svg"), rects = [...svg.querySelectorAll("rect")]
-const box = () => svg.getAttribute("viewBox"), text = id => document.getElementById(id).textContent
-const point = kind => rects[1].dispatchEvent(new PointerEvent(kind, { bubbles: true, pointerType: "mouse" }))
+const view = document.getElementById("view"), text = id => document.getElementById(id).textContent
+const where = () => [at.x, at.y, at.w, at.h].join(" "), box = i => drawn.find(one => one.i === i)
+const event = (kind, type, one, pointerType) => {
+  const { left, top } = view.getBoundingClientRect()
+  const clientX = left + one.l + one.w / 2, clientY = top + one.t + one.h / 2
+  view.dispatchEvent(new type(kind, { bubbles: true, pointerType, clientX, clientY }))
+}
 const press = (...keys) => keys.forEach(key => view.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })))
-const colour = mode => { document.querySelector(`[value=${mode}]`).click(); return getComputedStyle(rects[1]).fill }
-const found = { start: box() }
-point("pointermove"); found.hover = text("about")
-point("click"); found.zoomed = box(); found.crumbs = text("crumbs")
-press("Escape", "Escape"); found.back = box()
-press("ArrowLeft", "ArrowRight", "ArrowDown"); found.keys = text("about")
-press("Enter"); found.entered = box()
+const colour = name => {
+  if (name) document.querySelector(`[value=${name}]`).click()
+  const ratio = devicePixelRatio, b = box(1)
+  return [...pen.getImageData((b.l + b.w - 8) * ratio, (b.t + b.h - 8) * ratio, 1, 1).data].join()
+}
+const found = { start: where() }
+event("pointermove", PointerEvent, box(1), "mouse"); found.hover = text("about")
+event("click", PointerEvent, box(1), "mouse"); found.zoomed = where(); found.crumbs = text("crumbs")
+press("Escape", "Escape"); found.back = where()
+chosen = -1
+press("ArrowRight", "ArrowRight", "ArrowDown"); found.keys = text("about")
+press("Enter"); found.entered = where()
 press("Escape", "Escape")
-found.fill = getComputedStyle(rects[1]).fill
-found.reward = colour("reward"); found.plan = colour("plan"); found.key = text("key")
-return { ...found, labels: text("marks"), width: document.documentElement.scrollWidth,
+chosen = -1; shown = null; draw()
+event("click", PointerEvent, box(1), "touch"); found.tapped = where()
+event("click", PointerEvent, box(1), "touch"); found.tapped_again = where()
+press("Escape")
+chosen = -1; draw()
+found.fill = colour()
+found.reward = colour("reward"); found.same = text("key"); found.plan = colour("plan"); found.key = text("key")
+return { ...found, width: document.documentElement.scrollWidth,
   back_colour: getComputedStyle(document.body).backgroundColor, tall: view.getBoundingClientRect().height }
 """
 
 
 @pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(1240, False), (360, True)])
-def test_a_browser_hovers_zooms_and_walks_by_keyboard_on_a_desk_and_on_a_dark_phone(tmp_path, width, dark) -> None:
-    rows = [Trajectory([0] * 40 + [tail] * 20, reward=float(tail), id=f"row {tail}") for tail in (1, 2)]
+@pytest.mark.parametrize(("width", "dark"), [(1240, False), (390, True)])
+def test_a_browser_hovers_taps_zooms_and_walks_by_keyboard_on_a_desk_and_on_a_dark_phone(tmp_path, width, dark) -> None:
+    rows = [Trajectory([0] * 40 + [tail] * 20, reward=1.0, id=f"row {tail}") for tail in (1, 2)]
     inspection = inspect_rows(rows, SHAPE, tokenizer=Letters())
     plan = make_plan(inspection.tree, "qwen3-0.6b", budget=80)
     page = write_page(dataclasses.replace(inspection, plan=plan), tmp_path / "page.html")
@@ -175,8 +233,45 @@ def test_a_browser_hovers_zooms_and_walks_by_keyboard_on_a_desk_and_on_a_dark_ph
     assert found["errors"] == [] and found["width"] <= width and found["tall"] >= 300
     assert found["start"] == found["back"] == "0 0 60 2"
     assert "bbbb" in found["hover"] and "row 1" in found["hover"] and "trajectories1 of 2" in found["hover"]
-    assert found["zoomed"] == "40 0 20 1" and found["crumbs"].startswith("all 2 trajectories › aaaa")
+    assert found["zoomed"] == "40 0 20 1" and found["crumbs"].startswith("all 2 trajectories › bbbb")
     assert "cccc" in found["keys"] and found["entered"] == "40 1 20 1"
-    assert found["labels"].startswith("×2 aaaa")
+    assert found["tapped"] == "0 0 60 2" and found["tapped_again"] == "40 0 20 1"
     assert len({found["fill"], found["reward"], found["plan"]}) == 3 and "recomputed" in found["key"]
+    assert found["same"] == "reward 1 in all rows"
     assert found["back_colour"] == ("rgb(18, 22, 27)" if dark else "rgb(246, 247, 249)")
+
+
+LOST = """
+const view = document.getElementById("view"), text = id => document.getElementById(id).textContent
+const click = one => {
+  const { left, top } = view.getBoundingClientRect()
+  const clientX = left + one.l + one.w / 2, clientY = top + one.t + one.h / 2
+  view.dispatchEvent(new PointerEvent("click", { bubbles: true, pointerType: "mouse", clientX, clientY }))
+}
+const names = () => drawn.filter(one => one.band).map(one => one.band.name)
+const found = { names: names(), marks: drawn.filter(one => one.mark).length }
+click(drawn.find(one => one.mark)); found.cause = text("about"); found.link = document.querySelector("#about a").hash
+found.target = document.querySelector(found.link).textContent
+const thin = drawn.find(one => one.pool); click(thin); found.opened = [at.h, names().length]
+const again = drawn.find(one => one.pool || one.i > 0); click(again); found.deeper = at.h
+found.orange = drawn.some(one => one.pool && one.pool.trained > 0 && one.w >= 2)
+return { ...found, width: document.documentElement.scrollWidth }
+"""
+
+
+@pytest.mark.slow
+@needs_browser
+def test_many_rows_are_bands_with_names_that_open_and_marks_that_lead_to_the_cause(tmp_path) -> None:
+    rows, drawn = [], np.random.default_rng(0)
+    system = drawn.integers(100, 5000, 200)
+    for task in range(400):
+        prompt = np.r_[system[:20], 9000 + task, system[20:], drawn.integers(100, 5000, 50)]
+        for _ in range(8):
+            ids = np.r_[prompt, drawn.integers(100, 5000, 30)]
+            rows.append(Trajectory(ids, loss_weights=np.arange(len(ids)) >= len(prompt), group=f"task {task}"))
+    page = write_page(inspect_rows(rows, SHAPE), tmp_path / "page.html")
+    found = look(page, LOST, width=390)
+    assert all(name.endswith(" groups") for name in found["names"][:10]) and found["width"] <= 390
+    assert 0 < found["marks"] <= 60 and found["link"] == "#cause-1" and "differs from" in found["cause"]
+    assert found["target"].startswith("1. values that differ") and found["orange"]
+    assert found["deeper"] < found["opened"][0] < 3200 and found["opened"][1] > 0

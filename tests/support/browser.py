@@ -21,7 +21,7 @@ def look(page: Path, script: str, *, width: int = 1240, dark: bool = False) -> d
     """Return the result of `script`, the body of an async function in the page; "errors" holds errors of the page."""
     added = (
         "<script>(async () => { const errors = []; onerror = e => errors.push(e);"
-        f"const found = await (async () => {{ {script} }})();"
+        f"const found = await (async () => {{ {script} }})().catch(e => ({{ failed: e.stack }}));"
         'parent.postMessage(JSON.stringify({ ...found, errors }), "*") })()</script></body>'
     )
     folder = page.parent
@@ -39,4 +39,6 @@ def look(page: Path, script: str, *, width: int = 1240, dark: bool = False) -> d
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     found = re.search(r'data-found="([^"]*)"', done.stdout)
     assert found, f"the page's script did not come to its end\n{done.stdout[:2000]}"
-    return json.loads(unescape(found[1]))
+    answer = json.loads(unescape(found[1]))
+    assert "failed" not in answer, answer["failed"]
+    return answer

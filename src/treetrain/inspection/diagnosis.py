@@ -165,6 +165,11 @@ class LostSharing:
     """The row around the difference, which stands between ⟦ and ⟧; token ids if no tokenizer was given."""
     partner_text: str
 
+    def example(self) -> str:
+        """The two rows around the difference."""
+        where = f"{quoted(self.row)} differs from {quoted(self.partner)} at token {self.position:,}"
+        return f"First: {where}:\n  {self.partner_text}\n  {self.row_text}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
@@ -189,6 +194,9 @@ class Diagnosis:
     repaired_flop_speedup: float
     """FLOPs of every row by itself, as is / FLOPs of the tree with all causes repaired."""
 
+    forks: tuple[tuple[str, int, int], ...] = dataclasses.field(repr=False)
+    """(cause, row, token) of every place where a row differs from its partner."""
+
     def sections(self) -> list[tuple[str, str]]:
         """(title, text) of a summary, which has no title, and of each cause."""
         lines = []
@@ -210,7 +218,6 @@ class Diagnosis:
         sections = [("", " ".join(lines))]
         before = self.flop_speedup
         for number, lost in enumerate(self.causes, 1):
-            where = f"{quoted(lost.row)} differs from {quoted(lost.partner)} at token {lost.position:,}"
             lost_here, gain = "nothing alone", "only together with others, which differ at the same places."
             if lost.tokens > 0 < lost.flops:
                 lost_here = f"{lost.tokens:,} tokens, {lost.flops:.3g} FLOPs"
@@ -218,9 +225,7 @@ class Diagnosis:
                 gain += ", with the changes above." if number > 1 else "."
             text = [
                 f"Rows: {lost.rows:,}. Lost: {lost_here}.",
-                f"First: {where}:",
-                f"  {lost.partner_text}",
-                f"  {lost.row_text}",
+                lost.example(),
                 f"Change: {lost.change}.",
                 f"Gain: {gain}",
             ]
@@ -326,6 +331,11 @@ def diagnose(
         repaired_unique=unique,
         flop_speedup=rows_flops / start if start else 1.0,
         repaired_flop_speedup=rows_flops / flops if flops else 1.0,
+        forks=tuple(
+            (edit.cause, link.row, edit.gap.second_start + search.start[link.row])
+            for link in search.links
+            for edit in link.edits
+        ),
     )
 
 

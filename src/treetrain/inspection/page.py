@@ -47,10 +47,19 @@ def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
 def _page(inspection: Inspection, most: int, explained: str | None) -> str:
     tree, plan = inspection.tree, inspection.plan
     picture = draw(tree, plan=plan, blocks=most)
-    texts = picture.texts(inspection.tokenizer)
-    groups, ids = picture.labels()
-    blocks: dict[str, Any] = {"text": texts, "group": groups, "id": ids}
-    shown = ["x", "y", "height", "parent", "kind", "unique", "branches"]
+    place = np.arange(len(picture.x))
+    folded = np.flatnonzero(picture.branches > 0)
+    counts = (picture.branches[folded].tolist(), picture.hidden[folded].tolist())
+    blocks: dict[str, Any] = {
+        "parent": np.where(picture.parent < 0, -1, place - picture.parent).tolist(),  # so many blocks before
+        "dy": np.diff(picture.y, prepend=0).tolist(),
+        "width": [round(width, 2) if width % 1 else int(width) for width in picture.width.tolist()],
+        "height": picture.height.tolist(),
+        "kind": "".join(map(str, picture.kind.tolist())),
+        "folded": dict(zip(folded.tolist(), zip(*counts, picture.trained[folded].round(3).tolist()))),
+        "text": picture.texts(inspection.tokenizer),
+        "id": picture.ids(),
+    }
     modes = ["context and trained"]
     for name, values in (("reward", _rewards(tree)), ("advantage", _advantages(tree))):
         if np.isfinite(values).any():
@@ -58,9 +67,8 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
             blocks[name] = picture.means(values)
     if plan is not None:
         modes.append("plan")
-        shown.append("part")
-    blocks |= {name: getattr(picture, name).tolist() for name in shown}
-    blocks |= {name: np.round(getattr(picture, name), 2).tolist() for name in ("width", "trained")}
+        blocks["part"] = picture.part.tolist()
+    forks = picture.forks(inspection.diagnosis)
     data = {
         "blocks": blocks,
         "longest": max(picture.longest, 1),
@@ -68,6 +76,9 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         "modes": modes,
         "kinds": KINDS,
         "parts": [] if plan is None else parts(plan),
+        "bands": picture.bands(),
+        "marks": forks,
+        "causes": [(lost.title, lost.example()) for lost in inspection.diagnosis.causes],
     }
     written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return render(
@@ -79,7 +90,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         folded=picture.folded(),
         sampled=inspection.sampled < 1,
         view=data,
-        svg=Markup(picture.svg(data["longest"], data["rows"])),
+        forks="A numbered mark is where a row loses sharing; click it for the cause and an example. " if forks else "",
         # Escaped, no text can end the script element.
         data=Markup(written.replace("<", "\\u003c")),
         verdict=inspection.verdict(),
@@ -128,7 +139,11 @@ def _cheapest_tile(inspection: Inspection, way: str, cheapest: float) -> tuple[s
     if not speeds:
         return "over the cheapest", f"{(inspection.stats.flop_speedup or 1.0) * cheapest:.2f}×", f"against {way}"
     orders = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
-    return f"in batches of {inspection.batches[0].size}", speeds["grouped"], f"against {way}, {orders}"
+    return (
+        f"in batches of {inspection.batches[0].size}",
+        speeds["grouped"],
+        f"against {way.split(',')[0].split(' (')[0]}, {orders}",
+    )
 
 
 def _short(count: int) -> str:
@@ -167,7 +182,7 @@ def charts(tree: TokenTree) -> list[dict[str, Any]]:
 
 def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dict[str, Any]:
     if not len(values):
-        return {"title": title, "words": f"there are no {counted}", "bars": [], "ticks": []}
+        return {"title": title, "words": f"there are no {counted}", "bars": [], "ticks": [], "most": ""}
     low, high = int(values.min()), int(values.max())
     edges = _edges(low, high + 1, 28)
     counts, _ = np.histogram(values, edges)
@@ -178,7 +193,8 @@ def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dic
     middle, late = np.percentile(values, (50, 95))
     words = f"median {middle:,.0f} {unit}, 95% up to {late:,.0f}, at most {high:,}"
     ticks = [(0, "start", f"{low:,}"), (WIDTH, "end", f"{high:,} {unit}")] if high > low else [(0, "start", f"{low:,}")]
-    return {"title": title, "words": words, "bars": bars, "ticks": ticks}
+    most = f"{counts.max():,} {counted}"
+    return {"title": title, "words": words, "bars": bars, "ticks": ticks, "most": most}
 
 
 def _range(start: int, stop: int) -> str:
@@ -205,4 +221,4 @@ def _by_depth(tree: TokenTree, lengths: NDArray[np.int64]) -> dict[str, Any]:
     ]
     ticks = [(0, "start", "0"), (WIDTH, "end", f"{longest:,} tokens from the start")]
     words = "pale: tokens in rows at this depth; strong: those that the tree computes"
-    return {"title": "Sharing by depth", "words": words, "bars": bars, "ticks": ticks}
+    return {"title": "Sharing by depth", "words": words, "bars": bars, "ticks": ticks, "most": f"{most:,} tokens"}

@@ -6,10 +6,10 @@ part. Pre-order gives both coordinates: a block begins at the depth of its first
 trajectories that end earlier in pre-order.
 
 Large trees are folded. The blocks with most flat tokens at and below them stay, so a block's parent stays if it does.
-What hangs below becomes one block for each run of siblings, with the same flat tokens.
+What hangs below becomes one block for each run of siblings, with the same flat tokens. The page folds blocks that are
+too thin to be drawn in the same way, and opens them when it is zoomed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -19,20 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.columns import codes_of
+from treetrain.inspection.diagnosis import Diagnosis
 from treetrain.planning.plan import Plan
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import TokenTree
 
-BLOCKS = 4000
+BLOCKS = 24_000
 """Blocks that are drawn before the rest is folded."""
-TEXT_BYTES = 700_000
-"""Text of all blocks together."""
+TEXTS, TEXT_BYTES = 5000, 700_000
+"""Most blocks with text, those with most flat tokens, and the text of all together."""
+FORKS = 4000
+"""Most places of lost sharing that are marked."""
 KINDS = ("context", "trained", "folded")
 LABEL = 80
 """Characters of a group or an id."""
-EDGED = 5
-"""Smaller blocks, in pixels, have no edge, which would cover them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +65,8 @@ class Picture:
     """[B]: share of its flat tokens that are trained."""
     part: Int64s
     """int64 [B]: part of the plan; -1 for none."""
+    row_at: Int64s
+    """int64 [rows]: the trajectory at each place from the top."""
 
     @property
     def rows(self) -> int:
@@ -74,12 +77,6 @@ class Picture:
     def longest(self) -> int:
         """Tokens of the longest path."""
         return int(self.tree.trajectory_length.max(initial=0))
-
-    @cached_property
-    def row_at(self) -> Int64s:
-        """int64 [rows]: the trajectory at each place from the top."""
-        last = self.tree.trajectory_last
-        return np.argsort(last, kind="stable")[int((last < 0).sum()) :]
 
     def headline(self) -> str:
         """The picture in one sentence."""
@@ -95,7 +92,7 @@ class Picture:
             return ""
         flat = float((self.width * self.height)[self.hidden > 0].sum())
         return (
-            f"The {shown:,} blocks with most tokens at and below them are drawn; {hidden:,} smaller ones, with "
+            f"The {shown:,} blocks with most tokens at and below them can be opened; {hidden:,} smaller ones, with "
             f"{flat / self.tree.num_flat_tokens:.1%} of the flat tokens, are folded into grey blocks of the same area."
         )
 
@@ -109,47 +106,45 @@ class Picture:
         mean = (sums[stop] - sums[self.y]) / np.maximum(count, 1)
         return [float(f"{value:.4g}") if some else None for value, some in zip(mean.tolist(), count.tolist())]
 
-    def texts(self, tokenizer: Any = None, total: int = TEXT_BYTES) -> list[str]:
-        """Each block's text, its middle left out where it is long; token ids if there is no tokenizer."""
-        most = min(max(total // max(int((self.branches == 0).sum()), 1), 80), 2400)
-        return [
-            "" if branches else _shortened(self.tree.tokens[start : start + count], tokenizer, most)
-            for start, count, branches in zip(self.start.tolist(), self.unique.tolist(), self.branches.tolist())
-        ]
+    @cached_property
+    def read(self) -> Int64s:
+        """Numbers of the blocks whose text is shown, in order."""
+        order = np.argsort(-self.width * self.height * (self.branches == 0), kind="stable")[:TEXTS]
+        return np.sort(order[self.branches[order] == 0])
 
-    def labels(self) -> tuple[list[str], list[str]]:
-        """For each block, the group that all its trajectories have ("" for several), and the first one's id."""
+    def texts(self, tokenizer: Any = None, total: int = TEXT_BYTES) -> list[str]:
+        """Each block's text, its middle left out where it is long, or ""; token ids if there is no tokenizer."""
+        most = min(max(total // max(len(self.read), 1), 80), 2400)
+        texts = [""] * len(self.x)
+        for block, start, count in zip(self.read.tolist(), self.start[self.read], self.unique[self.read]):
+            texts[block] = _shortened(self.tree.tokens[start : start + count], tokenizer, most)
+        return texts
+
+    def ids(self) -> list[str]:
+        """The id of the first trajectory of each block that has a text, else ""."""
+        found = [""] * len(self.x)
+        for block, row in zip(self.read.tolist(), self.row_at[self.y[self.read]].tolist()):
+            name = self.tree.trajectories[row].id
+            found[block] = "" if name is None else str(name)[:LABEL]
+        return found
+
+    def bands(self) -> list[tuple[str, int]]:
+        """(group, trajectories) of each run of trajectories of one group from the top; empty if none has a group."""
         rows = self.tree.trajectories
         groups = [rows[number].group for number in self.row_at.tolist()]
-        changes = np.cumsum(np.diff(codes_of(groups), prepend=-2) != 0)
-        alone = changes[self.y] == changes[self.y + self.height - 1]
-        names = [groups[y] if one else None for y, one in zip(self.y.tolist(), alone.tolist())]
-        ids = [rows[number].id for number in self.row_at[self.y].tolist()]
-        groups, ids = (["" if name is None else str(name)[:LABEL] for name in each] for each in (names, ids))
-        return groups, ids
+        if all(group is None for group in groups):
+            return []
+        starts = np.flatnonzero(np.diff(codes_of(groups), prepend=-2)).tolist()
+        names = ("no group" if groups[start] is None else str(groups[start])[:LABEL] for start in starts)
+        return [(name, stop - start) for name, start, stop in zip(names, starts, [*starts[1:], len(groups)])]
 
-    def opacity(self) -> NDArray[np.float64]:
-        """[B]: 0.6 for one trajectory to 1 for all."""
-        return 0.6 + 0.4 * np.log(self.height) / max(np.log(max(self.rows, 2)), 1e-9)
-
-    def svg(self, width: float, height: float, *, colours: Sequence[str] = (), rows: bool = False) -> str:
-        """The blocks as SVG elements, in `width` x `height` pixels.
-
-        Args:
-            colours: fills by kind; not given: the classes `k0`, `k1` and `k2` are for a style sheet.
-            rows: draw every trajectory by itself, as separate rows compute it.
-        """
-        across, down = width / max(self.longest, 1), height / max(self.rows, 1)
-        place = zip(self.x * across, self.y * down, self.width * across, self.height * down)
-        drawn = []
-        for (x, y, w, h), count, kind, shade in zip(place, self.height, self.kind, self.opacity()):
-            tall = down if rows else h
-            edge = ' stroke="#fff"' if min(w, tall) >= EDGED else ""
-            fill = f'fill="{colours[kind]}"{edge}' if colours else f'class="k{kind}"'
-            for top in y + down * np.arange(count if rows else 1):
-                box = f'x="{x:.5g}" y="{top:.7g}" width="{w:.5g}" height="{tall:.5g}"'
-                drawn.append(f'<rect {box} {fill} fill-opacity="{shade:.2f}"/>')
-        return "\n".join(drawn)
+    def forks(self, diagnosis: Diagnosis) -> list[tuple[int, int, int]]:
+        """(number of the cause, token of the row, place of the row from the top) of rows that lose sharing."""
+        at = np.full(self.tree.num_trajectories, -1)
+        at[self.row_at] = np.arange(len(self.row_at))
+        numbers = {lost.cause: number for number, lost in enumerate(diagnosis.causes)}
+        known = [(numbers[cause], token, int(at[row])) for cause, row, token in diagnosis.forks if cause in numbers]
+        return known[:: max(-(-len(known) // FORKS), 1)]
 
     def lines(self, columns: int, lines: int) -> list[list[tuple[str, str]]]:
         """The picture as lines of (characters, kind) for a terminal; nothing may be folded."""
@@ -184,7 +179,7 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
     """
     whole = _all_blocks(tree, plan)
     if len(whole.x) <= blocks:
-        return whole
+        return _by_group(whole)
     end = tree.end[whole.start]
     last = np.searchsorted(whole.start, end)
     flat, trained = (np.append(0, np.cumsum(whole.unique * whole.height * many)) for many in (1, whole.kind))
@@ -225,7 +220,7 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
     place[order] = np.arange(len(order))
     above = merged["parent"]
     merged["parent"] = np.where(above >= 0, place[number[above]], -1)
-    return replace(whole, **merged)
+    return _by_group(replace(whole, **merged))
 
 
 def _all_blocks(tree: TokenTree, plan: Plan | None) -> Picture:
@@ -260,6 +255,49 @@ def _all_blocks(tree: TokenTree, plan: Plan | None) -> Picture:
         hidden=np.zeros(len(start), np.int64),
         trained=trained[start].astype(np.float64),
         part=part[start],
+        row_at=np.argsort(tree.trajectory_last, kind="stable")[int((tree.trajectory_last < 0).sum()) :],
+    )
+
+
+def _by_group(picture: Picture) -> Picture:
+    """The picture with the trajectories of each group together, in the order in which groups appear.
+
+    Within a group the order stays. So a block of one group stays whole; others are cut into pieces with the same text.
+    """
+    rows = picture.tree.trajectories
+    group = codes_of(rows[number].group for number in picture.row_at.tolist())
+    changes = np.cumsum(np.diff(group, prepend=-2) != 0)
+    if not len(changes) or changes[-1] == len(np.unique(group)):
+        return picture
+    moved = np.argsort(group, kind="stable")
+    place = np.empty_like(moved)
+    place[moved] = np.arange(len(moved))
+    stop = picture.y + picture.height
+    mixed = changes[picture.y] != changes[stop - 1]
+    whole = np.flatnonzero(~mixed)
+    numbers, tops, heights = [whole], [place[picture.y[whole]]], [picture.height[whole]]
+    for block in np.flatnonzero(mixed).tolist():
+        at = np.sort(place[picture.y[block] : stop[block]])
+        first = np.flatnonzero(np.diff(at, prepend=-2) != 1)
+        numbers.append(np.full(len(first), block))
+        tops.append(at[first])
+        heights.append(np.diff(np.append(first, len(at))))
+    number, y, height = (np.concatenate(each) for each in (numbers, tops, heights))
+    order = np.lexsort((picture.x[number], y))
+    number, y, height = number[order], y[order], height[order]
+    each = ("x", "width", "kind", "start", "unique", "branches", "hidden", "trained", "part")
+    # A piece's parent is the last piece of the parent block that begins at its top or above.
+    key = picture.parent[number] * (len(place) + 1) + y
+    known = number * (len(place) + 1) + y
+    by_block = np.argsort(known, kind="stable")
+    found = by_block[np.maximum(np.searchsorted(known[by_block], key, side="right") - 1, 0)]
+    return replace(
+        picture,
+        **{name: getattr(picture, name)[number] for name in each},
+        y=y,
+        height=height,
+        parent=np.where(picture.parent[number] < 0, -1, found),
+        row_at=picture.row_at[moved],
     )
 
 

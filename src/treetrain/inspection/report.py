@@ -162,7 +162,10 @@ class Inspection:
             "baseline": dict(zip(("way", "flops_of_all_rows"), self.baseline())),
             "batches": [dataclasses.asdict(one) for one in self.batches],
             "views": [dataclasses.asdict(one) | {"flop_speedup": one.flop_speedup} for one in self.views],
-            "diagnosis": dataclasses.asdict(self.diagnosis) | {"explanation": self.diagnosis.explain()},
+            "diagnosis": {
+                **dataclasses.asdict(dataclasses.replace(self.diagnosis, forks=())),
+                "explanation": self.diagnosis.explain(),
+            },
             "verdict": self.verdict(),
             "notes": list(self.notes),
             "plan": None if self.plan is None else self.plan.explanation(),
