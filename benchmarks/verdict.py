@@ -2,8 +2,8 @@
 
 Run: python benchmarks/verdict.py [workload ...] [--repeats 3]
 
-Forward and backward of SFT, float32, a Qwen3-shaped model of 30M parameters (benchmarks/workloads.py); a fresh process
-per workload. Measured is the time of the rows that no other row extends, each by itself (the fastest of `bench`'s
+Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the first third of the rows of each
+workload (benchmarks/workloads.py); a fresh process per workload. Measured is the time of the rows that no other row extends, each by itself (the fastest of `bench`'s
 baselines), over that of the trees of all batches, in turns. Rows are appended to results/verdict.csv.
 """
 
@@ -15,9 +15,20 @@ import time
 import numpy as np
 
 import rows
-from workloads import WORKLOADS, load_workload, model_30m
+from workloads import VOCAB, WORKLOADS, load_workload
 
 BATCH = 8
+
+
+def small_model():
+    """A Qwen3-shaped model with its usual shares of layers, attention and head in the FLOPs."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"vocab_size": VOCAB, "num_hidden_layers": 4, "head_dim": 64, "max_position_embeddings": 32_768}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **more, tie_word_embeddings=True))
 
 
 def measure(name: str, repeats: int) -> None:
@@ -32,8 +43,9 @@ def measure(name: str, repeats: int) -> None:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows.keep_memory()
-    model, trajectories = model_30m(), load_workload(name)
-    shape = Shape(counts=cost_of(model).counts, name="30M", assumed=False)
+    model, trajectories = small_model(), load_workload(name)
+    trajectories = trajectories[: len(trajectories) // 3]
+    shape = Shape(counts=cost_of(model).counts, name="7M", assumed=False)
     tree = tt.build_tree(trajectories)
     linear_rows = cheapest_rows(tree)
     kind, tokens = bench(model, trajectories, repeats=1).baseline.split()

@@ -250,11 +250,11 @@ const click = one => {
 }
 const names = () => drawn.filter(one => one.band).map(one => one.band.name)
 const found = { names: names(), marks: drawn.filter(one => one.mark).length }
+found.orange = drawn.some(one => one.pool && one.pool.trained > 0 && one.w >= 2)
 click(drawn.find(one => one.mark)); found.cause = text("about"); found.link = document.querySelector("#about a").hash
 found.target = document.querySelector(found.link).textContent
 const thin = drawn.find(one => one.pool); click(thin); found.opened = [at.h, names().length]
 const again = drawn.find(one => one.pool || one.i > 0); click(again); found.deeper = at.h
-found.orange = drawn.some(one => one.pool && one.pool.trained > 0 && one.w >= 2)
 return { ...found, width: document.documentElement.scrollWidth }
 """
 
