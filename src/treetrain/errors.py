@@ -29,6 +29,13 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f"known: {shortened(', '.join(names.values()), 200)}"
 
 
+def expect(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError unless the value of an argument is of one of these types."""
+    if not isinstance(value, kinds):
+        shown = f"{quoted(value)}, " if isinstance(value, str | int | float) else ""
+        raise TypeError(f"{name} is {shown}a {type(value).__name__}; give {wanted}")
+
+
 class DataError(ValueError):
     """Input data that cannot be used for training: a broken line, lengths that disagree, an id out of range."""
 

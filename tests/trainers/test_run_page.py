@@ -150,3 +150,14 @@ def test_a_browser_shows_it_on_a_phone_and_on_a_desk_in_light_and_dark(tmp_path,
     light = scheme == "light"
     assert found["back"] == ("rgb(246, 247, 249)" if light else "rgb(18, 22, 27)")
     assert found["stroke"] == ("rgb(11, 111, 184)" if light else "rgb(92, 179, 242)")
+
+
+def test_the_command_writes_the_page_of_one_run_and_its_legends_name_the_step(tmp_path, capsys):
+    from treetrain.cli import main
+
+    run, page = write_state(tmp_path / "a"), tmp_path / "run.html"
+    assert main(["page", str(run), "--html", str(page)]) == 0 and str(page) in capsys.readouterr().out
+    text, last = page.read_text(), max(read_run(run)["loss"])
+    assert f" at step {last}</b>" in text and "linear: all measures" not in text
+    assert main(["page", str(run), str(run), "--html", str(page)]) == 0
+    assert "linear: all measures" in page.read_text()

@@ -271,7 +271,8 @@ def test_an_optimiser_of_torch_that_optim_does_not_name_is_given_as_to_any_train
         model = get_peft_model(small_model(), lora())
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.Muon(trained, lr=0.01)
-        found.append(run(model, branching_rows(), max_steps=3, execution=execution, optimizers=(optimizer, None)))
+        options = {"optimizers": (optimizer, None)}
+        found.append(run(model, branching_rows(), max_steps=3, execution=execution, options=options))
     assert max(apart(*found).values()) < 1e-2  # it orthogonalises in bfloat16
 
 

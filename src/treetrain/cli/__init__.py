@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "is it faster: tree against the best linear baseline, on your model and rows",
     "train": "train a model on branching trajectories, every shared prefix computed once",
     "simulate": "what a step of a file would take on many ranks: balance, time, memory",
+    "page": "the logs of a run as a page, beside those of the same run without shared prefixes",
     "models": "which models are exact on a tree, and why others are refused",
 }
 HELP = """usage: treetrain COMMAND ...

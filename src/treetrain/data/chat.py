@@ -23,7 +23,7 @@ from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean
 from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts
 from treetrain.data.time_limit import within
 from treetrain.data.trajectory import Trajectory, common_prefix
-from treetrain.errors import DataError, quoted, shortened
+from treetrain.errors import DataError, expect, quoted, shortened
 
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", "model"))
 CHAT_KEYS |= {"advantage", *ROW_KEYS}
@@ -411,13 +411,15 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
-        self.tokenizer = tokenizer
+        if type(tokenizer) is str:
+            expect("tokenizer", tokenizer, (), f"the tokenizer itself: tt.load_tokenizer({tokenizer!r})")
+        self.tokenizer: Any = tokenizer
         self.is_fast = bool(getattr(tokenizer, "is_fast", False))
         self.template = chat_template_text(chat_template)
         self._source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
         self._renders_tools = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
-        markers = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        markers = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         if CHATML_END in self._source:
             markers.add(CHATML_END)  # ends a turn even if the vocabulary has no single token for it
         self._endings = tuple(markers - {""})

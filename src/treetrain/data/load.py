@@ -36,7 +36,7 @@ from treetrain.data.records import (
     messages_path,
 )
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError, nearest, quoted, shortened
+from treetrain.errors import DataError, expect, nearest, quoted, shortened
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Records = Iterable[tuple[str, Record | DataError]]
@@ -109,9 +109,12 @@ def load(
     Raises:
         DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
     """
-    paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+    paths: list[Any] = list(path) if isinstance(path, list | tuple) else [path]
+    for each in paths:
+        expect("path", each, (str, os.PathLike), "a file, a folder, or a list of them (rows: tt.from_messages)")
     if not paths:
         raise DataError("no file given; pass at least one file")
+    expect("map", map or {}, Mapping, "a dictionary such as {'reward': 'result.score'}")
     schemas = _tools_of(tools)
     settings = ReadSettings(
         tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
@@ -157,6 +160,9 @@ def from_messages(
     settings = ReadSettings(
         tokenizer=tokenizer, view=view, train=train, tools=_tools_of(tools), chat_template=chat_template
     )
+
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+        expect("rows", rows, (), "a list of records or of conversations (files: tt.load)")
 
     def records() -> Iterator[tuple[str, Record | DataError]]:
         for number, row in enumerate(rows):

@@ -378,7 +378,10 @@ def _preset(
     def preset(function: Callable[..., PolicyLoss]) -> Callable[P, PolicyLoss]:
         @functools.wraps(function)
         def make(*args: P.args, **options: P.kwargs) -> PolicyLoss:
-            signature.bind(*args, **options)
+            try:
+                signature.bind(*args, **options)
+            except TypeError as error:
+                raise TypeError(f"losses.{function.__name__}: {error}") from None
             return function(**(given | options))
 
         make.__signature__ = signature  # type: ignore[attr-defined]

@@ -153,7 +153,9 @@ def _preset_model(name: str, seed: int, dtype: "torch.dtype | str") -> "PreTrain
     import torch
     from transformers import AutoModelForCausalLM
 
-    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; give one of torch, such as float32 or bfloat16")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)

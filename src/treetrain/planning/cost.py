@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.errors import UnsupportedModel, nearest
+from treetrain.errors import UnsupportedModel, expect, nearest
 from treetrain.planning.devices import SLACK, Device, head_chunk_rows
 from treetrain.planning.plan import Plan, heights
 from treetrain.tree.assemble import Int64s
@@ -414,6 +414,7 @@ class CostModel:
     @classmethod
     def of(cls, cost: "CostModel | ModelShape | str") -> "CostModel":
         """A cost model; from a shape or its name, by formula on a CPU."""
+        expect("cost", cost, (CostModel, ModelShape, str), "a CostModel, a ModelShape or its name, such as qwen3-8b")
         return cls.from_shape(ModelShape.of(cost)) if isinstance(cost, ModelShape | str) else cost
 
     @classmethod

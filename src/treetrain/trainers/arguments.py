@@ -113,10 +113,10 @@ class TreeArguments(TrainingArguments):
             value = getattr(self, each.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{each.name} is {value}; give a finite number")
-        for least, names in ((1, FROM_ONE), (0, FROM_ZERO)):
+        for number, names in (("whole number from 1", FROM_ONE), ("number from 0", FROM_ZERO)):
             for name in names:
-                if (value := getattr(self, name)) is not None and value < least:
-                    raise ValueError(f"{name} is {value}; give a number from {least}")
+                if (value := getattr(self, name)) is not None and value < (names is FROM_ONE):
+                    raise ValueError(f"{name} is {value}; give a {number}")
         if self.target_kl is not None and self.updates_per_batch * self.minibatches == 1:
             raise ValueError(f"target_kl is {self.target_kl}, which needs updates_per_batch or minibatches above 1")
         if isinstance(parse_budget(self.budget), Bytes) and self.execution == "linear":

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Integer, Shaped
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.errors import DataError, expect
 from treetrain.tree.build import build_tree
 from treetrain.tree.token_tree import TokenTree
 
@@ -95,7 +95,8 @@ def to_packed(
 
 
 def _check_same(input_ids: Tensor, **others: Tensor) -> None:
-    for name, other in others.items():
+    for name, other in ({"input_ids": input_ids} | others).items():
+        expect(name, other, Tensor, "a tensor [B, L]")
         if input_ids.dim() != 2 or other.shape != input_ids.shape:
             raise DataError(
                 f"input_ids has shape {tuple(input_ids.shape)} and {name} {tuple(other.shape)}; both must be [B, L]"

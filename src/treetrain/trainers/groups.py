@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from treetrain.data.columns import codes_of, columns_of, prefix_order, sorted_by_prefix
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
-from treetrain.errors import DataError
+from treetrain.errors import DataError, expect
 from treetrain.planning.balance import dispatch
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.tree.build import as_tree
@@ -202,6 +202,9 @@ class PrefixGroupSampler(Sampler[int]):
         processes: int = 1,
         seed: int = 0,
     ) -> None:
+        for name, value in (("batch_size", batch_size), ("accumulation", accumulation), ("processes", processes)):
+            if not value >= 1:
+                raise ValueError(f"{name} is {value}; give a whole number from 1")
         self.batch_size, self.accumulation, self.processes = batch_size, accumulation, processes
         self.seed, self.epoch = seed, 0
         self.groups = group_rows(_values(dataset, key), batch_size * accumulation)
@@ -281,6 +284,9 @@ def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
     Raises:
         DataError: the training data has no length, no such column or no rows, or the trainer generates.
     """
+    from transformers import Trainer
+
+    expect("trainer", trainer, Trainer, "a constructed transformers.Trainer, or one of TRL's")
     dataset, args = trainer.train_dataset, trainer.args
     if hasattr(trainer, "num_generations"):
         raise DataError(

@@ -44,25 +44,27 @@ Line = tuple[str, Series, str, str, str | None]
 """Name, values, name of a colour, name of a style, and what the legend says instead of the last value."""
 
 
-def write_page(tree: str | Path, linear: str | Path, out: str | Path) -> Path:
-    """Write a self-contained HTML page about two runs and return its path.
+def write_page(tree: str | Path, linear: str | Path | None, out: str | Path) -> Path:
+    """Write a self-contained HTML page about one or two runs and return its path.
 
     Args:
         tree: output folder of a `transformers.Trainer` that shares prefixes.
-        linear: that of the same training without shared prefixes.
+        linear: that of the same training without shared prefixes; None shows the first run alone.
         out: the file.
 
     Raises:
         DataError: a folder has no `trainer_state.json`.
     """
-    run, other = read_run(tree), read_run(linear)
-    drawn = [name for name in run if name in other and name not in OWN_FIGURE and not name.endswith(NO_FIGURE)]
+    run, other = read_run(tree), defaultdict(dict) if linear is None else read_run(linear)
+    names = [name for name in run if linear is None or name in other]
+    drawn = [name for name in names if name not in OWN_FIGURE and not name.endswith(NO_FIGURE)]
     # Supervised training logs its loss as nll too.
     others = [name for name in drawn if run[name] not in (run["loss"], run["eval_loss"])]
     text = render(
         files("treetrain.trainers").joinpath("run_page.html.jinja").read_text(encoding="utf-8"),
         run=run,
         linear=other,
+        paired=linear is not None,
         others=[name for name in others if len(set(run[name].values())) > 1],
         compared=compare_runs(run, other),
         **{each.__name__: each for each in (draw, ratio, differences, finite, si, written)},

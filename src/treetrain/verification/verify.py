@@ -23,7 +23,7 @@ from treetrain.engine.loss import Loss, as_loss, needs_logprobs
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
 from treetrain.engine.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
-from treetrain.errors import UnsupportedModel
+from treetrain.errors import UnsupportedModel, expect
 from treetrain.losses import sft
 from treetrain.models.capability import check_model, loaded
 from treetrain.models.tree_mode import replaced_forward
@@ -118,6 +118,9 @@ def verify(
     Raises:
         UnsupportedModel, DataError, ValueError, TypeError: as `TreeEngine.forward_backward`.
     """
+    expect("model", model, nn.Module, "the model itself: tt.load_model(name)")
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance is {tolerance}; give a relative error from 0, such as 1e-5")
     loss = as_loss(sft() if loss is None else loss)
     tree = as_tree(trajectories, merge=True)
     rows = list(tree.trajectories)
