@@ -7,7 +7,7 @@ from jaxtyping import Float64
 
 from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.errors import DataError, expect
 
 
 def group_advantages(
@@ -38,6 +38,7 @@ def group_advantages(
     Raises:
         DataError: a row without reward or group; two rows of one episode with different rewards.
     """
+    expect("trajectories", trajectories, Iterable, "a list of Trajectory with reward and group")
     rows = list(trajectories)
     values = advantages_of_groups(rows, divide_by_std=divide_by_std, eps=eps, leave_one_out=leave_one_out)
     return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]

@@ -52,7 +52,7 @@ def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
         if not isinstance(row, Trajectory):
             raise DataError(
                 f"row {number} is a {type(row).__name__}, not a Trajectory: make one of every row, "
-                "tt.Trajectory(ids, reward=..., group=...), or read a file with tt.load(path).rows"
+                "tt.Trajectory(ids, reward=..., group=...), or read a file with tt.load(path).trajectories"
             )
 
     def array(values: Iterable[object], dtype: type) -> NDArray:

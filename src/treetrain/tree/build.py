@@ -9,7 +9,7 @@ runs.
 
 import os
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from treetrain.data.formats.nodes import Forest, content_of, forests_of, weighte
 from treetrain.data.load import check_positions, check_vocabulary
 from treetrain.data.records import Notes, ReadSettings
 from treetrain.data.trajectory import MAX_TOKEN_ID, PER_TOKEN_FACTS, Trajectory, first_bool
-from treetrain.errors import DataError, quoted
+from treetrain.errors import DataError, expect, quoted
 from treetrain.tree.assemble import Int32s, Int64s, assemble
 from treetrain.tree.nodes import Count, Node, NodeTrajectory
 from treetrain.tree.token_tree import TokenTree
@@ -100,7 +100,8 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree
 
 
 def _check_rows(rows: Any) -> None:
-    """Raise DataError for what is no sequence of rows."""
+    """Raise DataError or TypeError for what is no sequence of rows."""
+    expect("rows", rows, Iterable, "a list of rows, each a Trajectory or a list of token ids")
     if isinstance(rows, Mapping | str):
         raise DataError(
             f"rows are given as one {type(rows).__name__}; give a list of rows, each a list of token ids, or "
