@@ -201,6 +201,8 @@ def known() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize(("case", "expected"), cases(), ids=[case for case, _ in cases()])
 def test_a_mistake_is_answered_as_the_page_says(case: str, expected: str, known: dict[str, Any]) -> None:
+    if "support.shapes" in sys.modules:  # users have no checks of shapes
+        sys.modules["support.shapes"].set_checked(False)  # type: ignore[attr-defined]
     assert answer_of(case, known) == expected
     assert not RAN.exists()
 
