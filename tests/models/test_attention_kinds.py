@@ -68,6 +68,26 @@ def test_every_plan_of_a_forest_is_exact_in_float64(family, shapes):
             assert error(model, planned(shape, keep), expected) <= 1e-12, (shape, keep)
 
 
+@pytest.mark.parametrize(
+    ("shared", "kinds", "shapes"),
+    [
+        (2, ["sliding_attention", "full_attention"] * 2, SHAPES[::2]),
+        (3, ["full_attention"] * 4, SHAPES[1::2]),
+    ],
+)
+def test_layers_that_share_the_keys_and_values_of_others_are_exact_in_every_plan(shared, kinds, shapes):
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    per_layer = {"vocab_size_per_layer_input": BASE["vocab_size"], "hidden_size_per_layer_input": 8}
+    sizes = {"num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 8, "sliding_window": 5}
+    config = transformers.Gemma4TextConfig(**(BASE | sizes | per_layer), num_kv_shared_layers=shared, layer_types=kinds)
+    model = build(transformers.Gemma4ForCausalLM, config, dtype=torch.float64)
+    with PureFloat64():
+        expected = gradients(model)
+        for shape, keep in shapes:
+            assert error(model, planned(shape, keep), expected) <= 1e-12, (shape, keep)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["1 part", "chunks of 7", "chunks of 2", "one segment per part"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ROUTED])

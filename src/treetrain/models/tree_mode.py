@@ -246,8 +246,12 @@ class RangeMask:
             raise AttributeError(name)
         self._refuse(f"reads .{name} of it")
 
-    def __getitem__(self, _key: Any) -> NoReturn:
-        self._refuse("takes a part of it")
+    def __getitem__(self, key: Any) -> "RangeMask":
+        """The mask itself, for slices that leave nothing out (Gemma 4 before layers that share keys and values)."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in keys):
+            self._refuse("takes a part of it")
+        return self
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedModel(
