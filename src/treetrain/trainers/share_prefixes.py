@@ -677,7 +677,8 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
     # TRL sets compute_loss_func to a string that only tells the Trainer not to scale its loss.
     refusals: dict[str, Any] = {
         f"distributed_type={distributed}; launch one process or DistributedDataParallel, without DeepSpeed, FSDP or "
-        "Megatron (for FSDP2 use tt.TreeTrainer)": distributed not in ("NO", "MULTI_CPU", "MULTI_GPU"),
+        "Megatron (with FSDP2: recorded rows in tt.TreeTrainer, or a loop with tt.TreeEngine)": distributed
+        not in ("NO", "MULTI_CPU", "MULTI_GPU"),
         f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun": args.n_gpu > 1,
         "fp16=True and its gradient scaler; set bf16=True instead": args.fp16 or accelerator.scaler is not None,
         "torch_compile=True, since the attention is switched at every call; set it to False": args.torch_compile,
