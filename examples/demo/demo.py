@@ -58,6 +58,7 @@ def main() -> int:
             f"Training, --execution {execution}",
             *("train", TRAIN, "--model", MODEL, *RECIPE, "--max_steps", str(options.steps)),
             *("--execution", execution, "--output_dir", str(output / execution), "--disable_tqdm", "true"),
+            *("--overwrite_output_dir", "true"),  # of an earlier demo
         )
     runs = {execution: read_run(output / execution) for execution in EXECUTIONS}
     found = compare_runs(runs["tree"], runs["linear"])

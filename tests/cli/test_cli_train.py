@@ -144,6 +144,72 @@ def test_a_metric_that_evaluations_give_is_no_mistake(treetrain, token_file, mod
     assert answer.code == 0, answer.err
 
 
+def test_the_folder_is_named_before_the_run_also_if_none_is_given(
+    treetrain, token_file, model_folder, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = treetrain("train", token_file, "--model", model_folder, "--max_steps", "1", *QUIET)
+    assert answer.code == 0 and f"note: the run is written to {tmp_path / 'trainer_output'}\n" in answer.err
+    assert f"the model is in {tmp_path / 'trainer_output'}\n" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("", "output_dir '' is blank"),
+        ("/", "holds more than a run"),
+        ("/etc/run", "in a folder of the system"),
+        ("rows.jsonl", "is a file"),
+        ("link", "which does not exist"),
+        ("a\x07b", "control characters"),
+    ],
+)
+def test_what_is_no_folder_for_a_run_is_refused_before_any_work(treetrain, tmp_path, monkeypatch, output, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("no row, and never read")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    argv = ("train", "rows.jsonl", "--model", "no/such-model", "--output_dir", output, *QUIET)
+    assert message in treetrain(*argv).error
+
+
+def test_models_and_earlier_runs_are_not_overwritten_unless_that_is_said(
+    treetrain, token_file, model_folder, tmp_path
+) -> None:
+    argv = ("train", token_file, "--model", model_folder, "--max_steps", "1", *QUIET, "--output_dir")
+    refusal = treetrain(*argv, model_folder).error
+    assert f"{model_folder} is the folder of the model" in refusal and "--overwrite_output_dir true" in refusal
+    out = tmp_path / "out"
+    assert treetrain(*argv, out).code == 0
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    refusal = treetrain(*argv, out).error
+    assert f"such as {tmp_path / 'out-2'}" in refusal and "would overwrite at its end" in refusal
+    assert treetrain(*argv, out, "--resume_from_checkpoint", "true").code == 2
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+    assert treetrain(*argv, out, "--overwrite_output_dir", "true").code == 0
+
+
+def test_a_resumed_run_with_another_learning_rate_is_refused_and_confirmed_by_a_flag(
+    treetrain, token_file, model_folder, tmp_path
+) -> None:
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", tmp_path / "out", *QUIET, "--save_strategy")
+    argv = (*argv, "steps", "--save_steps", "1")
+    assert treetrain(*argv, "--max_steps", "1").code == 0
+    again = (*argv, "--max_steps", "2", "--resume_from_checkpoint", "true", "--learning_rate", "1e-3")
+    with pytest.warns(RuntimeWarning, match="another length"):
+        refusal = treetrain(*again)
+    assert refusal.code == 2 and "learning_rate was 5e-05 and is 0.001" in refusal.err
+    assert "--accept_changes true" in refusal.err
+    with pytest.warns(RuntimeWarning, match="goes on with changes"):
+        assert treetrain(*again, "--accept_changes", "true").code == 0
+
+
+def test_weights_that_are_not_finite_at_the_end_are_no_success(treetrain, token_file, model_folder, tmp_path) -> None:
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", tmp_path / "out", *QUIET)
+    answer = treetrain(*argv, "--max_steps", "1", "--learning_rate", "1e39", "--warmup_steps", "0")
+    assert answer.code == 2 and "the weights are not finite after step 1" in answer.err.splitlines()[-1]
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_a_bad_row_is_named_by_file_and_line(treetrain, model_folder, tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"input_ids": [5, -6]}) + "\n", encoding="utf-8")

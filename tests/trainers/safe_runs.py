@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ from transformers import (
 
 from support.processes import free_port, start
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
+from treetrain.trainers.run_folder import is_own
 
 SECONDS = 120.0
 """A run that takes longer hangs."""
@@ -147,7 +149,13 @@ def make_trainer(
 
 
 def make_tree_trainer(
-    folder: Path, *, sharded: bool = False, lora: bool = False, callbacks: tuple = (), **settings: Any
+    folder: Path,
+    *,
+    sharded: bool = False,
+    lora: bool = False,
+    callbacks: tuple = (),
+    kind_of: Callable[[type], type] = lambda kind: kind,
+    **settings: Any,
 ) -> Any:
     """A TreeTrainer of 12 steps, four to a batch, whose old and reference log-probabilities are computed before."""
     from peft import LoraConfig
@@ -179,7 +187,7 @@ def make_tree_trainer(
         model = shard(model)
     adapter = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0) if lora else None
     more = {"ref_model": reference, "peft_config": adapter, "callbacks": [Averages(), *callbacks]}
-    return TreeTrainer(model, args, branching_rows(), **more)
+    return kind_of(TreeTrainer)(model, args, branching_rows(), **more)
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
@@ -227,7 +235,8 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         equal = one.dtype == other.dtype and torch.equal(one, other)
         return [] if equal else [f"{where}: {one.flatten()[:3]} and {other.flatten()[:3]}"]
-    return [] if type(one) is type(other) and one == other else [f"{where}: {one!r:.80} and {other!r:.80}"]
+    equal = type(one) is type(other) and (one == other or repr(one) == repr(other) == "nan")
+    return [] if equal else [f"{where}: {one!r:.80} and {other!r:.80}"]
 
 
 class Run:
@@ -389,10 +398,38 @@ def kill_before_call(number: int) -> None:
     builtins.open = io.open = watched(io.open)
 
 
-def saved_steps(folder: Path) -> dict[int, int]:
-    """Steps of the checkpoints of a folder with the orders in which they were written."""
+class FolderBefore:
+    """The files of a folder, to see later what has become of them.
+
+    Args:
+        folder: its files, links, pipes and empty folders are remembered.
+        names: of some of them; None: all.
+    """
+
+    def __init__(self, folder: Path, names: list[str] | None = None) -> None:
+        self.folder, self.names = folder, names
+        self.before = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        found = {}
+        for path in self.folder.rglob("*"):
+            name = path.relative_to(self.folder).as_posix()
+            if self.names is None or name in self.names:
+                found[name] = path.read_bytes() if path.is_file() else stat.S_IFMT(path.lstat().st_mode)
+        return found
+
+    def changes(self) -> list[str]:
+        """Names of those that are gone or changed."""
+        now = self._now()
+        return [name for name, what in self.before.items() if now.get(name) != what]
+
+
+def saved_steps(folder: Path, whole: bool = False) -> dict[int, int]:
+    """Steps of the checkpoints of a folder with the orders in which they were written; `whole`: of ours alone."""
     found = {}
     for path in folder.glob("checkpoint-*"):
+        if whole and not is_own(path):
+            continue
         manifest = json.loads((path / "manifest.json").read_text())["contents"]
         found[manifest["step"]] = manifest["order"]
     return found

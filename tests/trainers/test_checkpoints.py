@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback
 
 from treetrain.trainers import checkpoints
 from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin, TornCheckpoint
+from treetrain.trainers.run_folder import FolderRefused
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,9 @@ def test_a_run_that_is_complete_is_resumed_to_nothing(tmp_path) -> None:
 
 
 def test_the_newest_checkpoint_is_the_last_one_written_not_the_one_with_the_highest_number(copied) -> None:
-    make_trainer(copied, max_steps=2).train()  # another run in the same folder
+    trainer = make_trainer(copied, max_steps=2)  # another run in the same folder
+    trainer.overwrite_output_dir = True
+    trainer.train()
     assert saved_steps(copied) == {2: 5, 7: 4}
     assert newest(copied) == "checkpoint-2"
 
@@ -193,7 +196,7 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error(copied) -> None:
 def test_a_checkpoint_of_plain_transformers_is_not_trusted(tmp_path) -> None:
     make_trainer(tmp_path / "out", kind=Trainer, max_steps=2).train()
     with pytest.raises(TornCheckpoint, match=r"manifest\.json is missing or altered .*plain transformers writes none"):
-        resume(tmp_path / "out", str(tmp_path / "out" / "checkpoint-2"))
+        resume(tmp_path / "new", str(tmp_path / "out" / "checkpoint-2"))
 
 
 def test_where_no_checkpoint_is_whole_the_run_does_not_begin(copied) -> None:
@@ -218,11 +221,9 @@ def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(tmp_path) -> None:
 
 def test_the_newest_ones_are_kept_and_nothing_half_written(tmp_path) -> None:
     make_trainer(tmp_path / "out", save_total_limit=3, save_steps=1, max_steps=6).train()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "checkpoint-4",
-        "checkpoint-5",
-        "checkpoint-6",
-    ]
+    names = [".treetrain", "checkpoint-4", "checkpoint-5", "checkpoint-6"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert {path.name for path in (tmp_path / "out" / ".treetrain").iterdir()} == {"lock", "treetrain.txt"}
 
 
 def test_the_newest_one_stays_beside_the_best_one(tmp_path) -> None:
@@ -347,7 +348,7 @@ def check_full_disk(folder: Path, room: Any, undisturbed: dict[str, Any]) -> Non
     text = str(told.value)
     assert "checkpoint-6 could not be written" in text and "MB are free there" in text
     assert f"the last good checkpoint is {folder / 'checkpoint-4'}" in text and "resume_from_checkpoint=True" in text
-    assert {*saved_steps(folder)} == {2, 4} and not (folder / ".writing").exists()
+    assert {*saved_steps(folder)} == {2, 4} and not (folder / checkpoints.WORKING).exists()
     assert differences(resume(folder), undisturbed) == []
 
 
@@ -372,7 +373,7 @@ def test_a_folder_that_becomes_unwritable_is_such_an_error_too(tmp_path) -> None
     class Blocks(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step == 3:
-                (tmp_path / "out" / ".writing").write_text("a file where the folder should be")
+                (tmp_path / "out" / checkpoints.WORKING).write_text("a file where the folder should be")
 
     with pytest.raises(
         CheckpointNotWritten, match=r"checkpoint-4 could not be written .* is .*checkpoint-2\. Make room"
@@ -383,8 +384,8 @@ def test_a_folder_that_becomes_unwritable_is_such_an_error_too(tmp_path) -> None
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path) -> None:
     trainer = make_trainer(tmp_path / "out")
     (tmp_path / "out").mkdir(exist_ok=True)
-    (tmp_path / "out" / ".writing").write_text("a file where the folder should be")
-    with pytest.raises(FileExistsError, match=r"out/\.writing"):
+    (tmp_path / "out" / ".treetrain").write_text("a file where the folder should be")
+    with pytest.raises(FolderRefused, match=r"out/\.treetrain was not made by treetrain.*move it away"):
         trainer.train()
     assert trainer.state.global_step == 0
 

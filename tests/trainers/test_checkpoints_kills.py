@@ -187,4 +187,4 @@ def test_where_one_rank_cannot_write_all_of_them_fail_and_name_the_last_good_che
     why = "the checkpoint stopped on all ranks, because of rank 1 of 2: " if form == "ddp" else "CheckpointException"
     assert f"checkpoint-4 could not be written ({why}" in text  # by rank 0; the other's messages found no room
     assert f"the last good checkpoint is {tmp_path / 'out' / 'checkpoint-2'}. Make room" in text
-    assert newest_step(tmp_path / "out") == 2 and not (tmp_path / "out" / ".writing").exists()
+    assert newest_step(tmp_path / "out") == 2 and not (tmp_path / "out" / checkpoints.WORKING).exists()

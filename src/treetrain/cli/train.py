@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from treetrain.cli.common import Parser, at_least, json_object, print_notes, read
@@ -27,21 +27,35 @@ def run(argv: Sequence[str]) -> int:
     options, arguments = parse_arguments(argv)
     from transformers.utils import logging
 
+    from treetrain.trainers.run_folder import check_contents
+
+    folder = Path(arguments.output_dir)
+    resume = arguments.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
+    how_to_set = "--{} true"
+    check_contents(
+        folder,
+        resume=resume,
+        overwrites=arguments.overwrite_output_dir,
+        models=[model for model in (options.model, options.ref_model) if model],
+        how=how_to_set.format("overwrite_output_dir"),
+    )
+    if arguments.process_index == 0:
+        print_notes([f"the run is written to {folder.absolute()}"])
     logging.disable_progress_bar()  # for loading and saving
     trainer, notes = _trainer(options, arguments)
     if trainer.is_world_process_zero():
         print_notes(notes)
     trainer.how_to_resume = "the same command and --resume_from_checkpoint true"
-    resume = arguments.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
+    trainer.how_to_set = how_to_set
+    result = trainer.train(resume_from_checkpoint=resume)
     trainer.log_metrics("train", result.metrics)
     if trainer.eval_dataset is not None:
         trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        what = "model" if options.lora is None else "adapter"
-        print(f"the {what} is in {os.path.abspath(arguments.output_dir or '.')}")
+        print(f"the {'model' if options.lora is None else 'adapter'} is in {folder.absolute()}")
     return 0
 
 

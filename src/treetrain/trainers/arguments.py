@@ -16,6 +16,7 @@ from transformers.integrations.integration_utils import (
 from treetrain.data.advantages import group_advantages
 from treetrain.errors import nearest
 from treetrain.planning.make import Bytes, parse_budget
+from treetrain.trainers.run_folder import check_name
 
 REFUSED: dict[str, str] = {
     "per_device_train_batch_size": "steps are filled with whole groups: set tokens_per_step, and "
@@ -33,7 +34,7 @@ REFUSED: dict[str, str] = {
     "use_liger_kernel": "its fused loss takes the place of the head that trees are scored by",
 }
 """Arguments of transformers that would be ignored or would not be exact, and what to do instead."""
-FROM_ONE = ("gradient_accumulation_steps", "tokens_per_step", "updates_per_batch", "minibatches")
+FROM_ONE = ("gradient_accumulation_steps", "tokens_per_step", "updates_per_batch", "minibatches", "max_skipped_steps")
 FROM_ZERO = (
     *("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"),
     *("warmup_steps", "logging_steps", "eval_steps", "save_steps"),
@@ -104,6 +105,20 @@ class TreeArguments(TrainingArguments):
         default=None,
         metadata={"help": "Leave out the rest of a batch's updates after a step whose approx_kl was above this."},
     )
+    max_skipped_steps: int = field(
+        default=3,
+        metadata={
+            "help": "A step with a NaN or infinite gradient is skipped; stop after so many in a row, with a checkpoint."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "A new run may replace what output_dir holds: models, and checkpoints of earlier runs."},
+    )
+    accept_changes: bool = field(
+        default=False,
+        metadata={"help": "Resume even if data, loss or settings are not those of the checkpoint."},
+    )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps; numbers are means over them."})
 
     def __post_init__(self) -> None:
@@ -128,6 +143,8 @@ class TreeArguments(TrainingArguments):
         if self.optim_args and not all("=" in pair for pair in self.optim_args.split(",")):
             raise ValueError(f"optim_args is {self.optim_args!r}; give pairs, such as 'eps=1e-6,foreach=false'")
         self._read_dictionaries()
+        if self.output_dir is not None:
+            check_name(self.output_dir)
         super().__post_init__()
         for name in self.report_to:  # type: ignore[union-attr]
             if name not in INTEGRATION_TO_CALLBACK:

@@ -1,15 +1,17 @@
-"""Checkpoints that survive: a mixin for any transformers.Trainer.
+"""Runs that survive: a mixin for any transformers.Trainer.
 
 transformers writes a checkpoint in place, file by file, and resumes from the folder with the highest number, whatever
 is in it (its issues 35525 and 35782). Here transformers and torch.distributed.checkpoint still write the files, but
 into a temporary folder. When every file is on the disk, a manifest with the SHA-256 of all files (and of itself) is
 added, and one rename gives the folder its name. So a kill at any moment leaves a complete checkpoint or none. Loading
 detects later changes by a disk, a copy or an editor.
+
+A step whose gradient is NaN or infinite is skipped, and weights that are not finite are never saved. So the newest
+checkpoint is always a good one.
 """
 
-import errno
-import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -17,8 +19,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,129 +38,42 @@ from torch.distributed.checkpoint.state_dict_saver import save as distributed_sa
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
-from treetrain.engine.distributed import Ranks
-from treetrain.errors import RanksDisagree
+from treetrain.engine.distributed import Ranks, own_part
+from treetrain.errors import RanksDisagree, shortened
+from treetrain.trainers.checkpoint_files import (
+    CheckpointNotWritten,
+    TornCheckpoint,
+    check_files,
+    commit,
+    hashes,
+    newest_first,
+    read_manifest,
+    rotate,
+)
+from treetrain.trainers.run_facts import (
+    FIXED,
+    LENGTH,
+    differences,
+    facts_of_arguments,
+    facts_of_loss,
+    facts_of_model,
+    facts_of_rows,
+)
+from treetrain.trainers.run_folder import OWN, check_contents, check_name, delete, locked, mark
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TESTED = "5.17.", "5.23."
 """Versions of transformers with which the overridden private methods are tested."""
-MANIFEST, CALLBACKS = "manifest.json", "callbacks"
+CALLBACKS = "callbacks"
 SHARDS = "pytorch_model_fsdp_0"
 """The folder of a checkpoint in which accelerate writes the shards of a model."""
-WRITING = ".writing"
-"""The folder, beside the checkpoints, in which they are written and deleted."""
-
-
-class TornCheckpoint(ValueError):
-    """A checkpoint that differs from what was written. The message names the file and what differs."""
-
-
-class CheckpointNotWritten(OSError):
-    """A checkpoint that could not be written. No part of it is left, and older ones are unchanged."""
-
-
-def hashes(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, str]:
-    """Sync the files of a folder to the disk and return their SHA-256; each rank does a share of them."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())[rank::ranks]
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
-
-
-def commit(temporary: Path, contents: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint and move the folder from `<folder>/.writing/<name>` to `<folder>/<name>`."""
-    writing, folder = temporary.parents[:2]
-    order = 1 + max((order for order in newest_first(folder).values() if order < math.inf), default=0)
-    contents = {"order": order, **contents}
-    text = json.dumps({"contents": contents, "sha256": _digest(contents)}, indent=1)
-    (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
-    for path in [temporary / MANIFEST, *temporary.rglob("*/"), temporary, writing]:
-        _sync(path)
-    place, before = folder / temporary.name, folder / f"{temporary.name}-before-{order}"
-    if replaces := place.exists():  # torn, or of an abandoned run; a kill between the renames leaves `before`
-        os.rename(place, before)
-    os.rename(temporary, place)
-    _sync(folder)
-    delete([before] if replaces else [], writing)
-
-
-def delete(checkpoints: Sequence[Path], writing: Path) -> None:
-    """Delete checkpoints and the temporary folder. Raises OSError if the folder is not writable."""
-    writing.mkdir(parents=True, exist_ok=True)
-    for path in checkpoints:  # renamed first: a kill during the deletion leaves nothing that looks like a checkpoint
-        os.rename(path, writing / path.name)
-    shutil.rmtree(writing, ignore_errors=True)
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's manifest. Raises TornCheckpoint where it is missing or altered."""
-    try:
-        stored = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        if stored["sha256"] == _digest(stored["contents"]):
-            return stored["contents"]
-        error: Any = "its SHA-256 is another"
-    except (OSError, ValueError, KeyError, TypeError) as found:
-        error = found
-    raise TornCheckpoint(f"{checkpoint}: {MANIFEST} is missing or altered ({error}); plain transformers writes none")
-
-
-def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the files of a checkpoint with its manifest, each rank a share of them. Raises TornCheckpoint."""
-    for name, written in sorted(read_manifest(checkpoint)["files"].items())[rank::ranks]:
-        try:
-            found = _sha256(checkpoint / name)
-        except OSError as error:  # missing or unreadable
-            found = f"of no file ({error})"
-        if found != written:
-            raise TornCheckpoint(f"{checkpoint}: {name} has SHA-256 {found}, {written} was written")
-
-
-def newest_first(folder: Path) -> dict[Path, float]:
-    """The checkpoints of a folder with their order of writing, in the order in which resuming tries them.
-
-    The newest is the last one written. It may not have the highest step: a run that resumes from an older checkpoint,
-    or starts again in the same folder, writes lower steps later. Checkpoints without a readable manifest come first,
-    with order infinity, so that resuming warns about them.
-    """
-    orders: dict[Path, float] = {}
-    for path in folder.glob("checkpoint-*"):
-        orders[path] = math.inf
-        with suppress(TornCheckpoint):
-            orders[path] = read_manifest(path)["order"]
-    return dict(sorted(orders.items(), key=lambda found: found[1], reverse=True))
-
-
-def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`, but never the newest, the best, or one of unknown order."""
-    if not limit or limit < 1:
-        return
-    newest = [path for path, order in newest_first(folder).items() if order < math.inf]
-    older = [path for path in newest[1:] if path.name != Path(best or "").name]
-    delete(older[max(0, limit - (len(newest) - len(older))) :], folder / WRITING)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync folders
-            raise
-    finally:
-        os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    _sync(path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(contents: Any) -> str:
-    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+WORKING = os.path.join(OWN, "working")
+"""The folder, within that of the run, in which checkpoints are written and deleted."""
 
 
 class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
-    """Makes the checkpoints of a `transformers.Trainer` survive kills, full disks and altered files.
+    """Makes the runs of a `transformers.Trainer` survive kills, full disks, altered files and NaN gradients.
 
     ```python
     class SafeTrainer(SafeCheckpointsMixin, Trainer):  # or any of TRL's trainers; the mixin stands first
@@ -171,7 +86,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     deleted (`save_total_limit`) only after that. Ctrl-C and SIGTERM on any rank stop all ranks after the step, with a
     checkpoint. A resumed run is bit-identical on the same number of ranks, and equal within rounding on another.
     Callbacks get their state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Sharded
-    models (FSDP2) are saved in shards. All ranks must share `output_dir`; two runs must not.
+    models (FSDP2) are saved in shards. All ranks must share `output_dir`; two runs cannot.
+
+    A step whose gradient is NaN or infinite is skipped: weights, optimizer and schedule stay as they are. Weights that
+    are not finite are never saved. A run does not start where it would replace what others or earlier runs have left,
+    and goes on only with the model, data, loss and settings that it began with.
 
     Raises:
         TypeError: the mixin comes after the Trainer in the list of bases.
@@ -184,10 +103,23 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     """Attributes that every rank saves, and restores on the same number of ranks. In TRL's trainers: the metrics since
     the last log and the completions that are not trained on yet."""
 
+    max_skipped_steps: int = 3
+    """The run stops after so many skipped steps in a row, with a checkpoint, so that it can go on behind them."""
+    overwrite_output_dir: bool = False
+    """Whether a new run may replace what is in `output_dir`."""
+    accept_changes: bool = False
+    """Whether a run may go on with other data, another loss or other settings than its checkpoint was made with."""
+    how_to_set = "trainer.{} = True"
+    """How the two settings above are given, shown in messages."""
+
     model: Any
+    optimizer: Any
+    lr_scheduler: Any
     _last_good: Path | None = None
     _resumed: Path | None = None
     _writing = False
+    _skipped = _skipped_in_a_row = 0
+    _facts: "dict[str, Any]"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -220,20 +152,42 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         Raises:
             TornCheckpoint: the named checkpoint, or every one in `output_dir`, is not as it was written.
             CheckpointNotWritten: a checkpoint could not be written; the message names the last good one.
-            ValueError: a step has another amount of data than before; the checkpoint has no optimiser state.
+            FolderRefused: `output_dir` is no folder for a run, another run writes there, or this one would replace
+                what it holds.
+            ValueError: the run would go on with another model, optimiser, data, loss or settings than before; the
+                checkpoint has no optimiser state, or cannot be loaded.
+            FloatingPointError: `max_skipped_steps` in a row had no finite gradient, or the weights are not finite.
             SystemExit: Ctrl-C or SIGTERM, with its exit code; a checkpoint of the last step is written.
         """
-        folder, callback = Path(self.args.output_dir or "."), _StepCallback(self)
-        self.add_callback(callback)
-        try:
-            restoring = replaced(self.args, restore_callback_states_from_checkpoint=True)
-            with restoring, _catch_signals() as callback.signals:
-                self._on_first(lambda: delete([], folder / WRITING))  # left by a killed run
-                self._resumed = self._last_good = self._choose(resume_from_checkpoint, folder)
+        check_name(self.args.output_dir or "")
+        folder, wanted, callback = Path(self.args.output_dir or ""), resume_from_checkpoint, _StepCallback(self)
+        self._skipped = self._skipped_in_a_row = 0
+        with ExitStack() as stack:
+            stack.callback(vars(self).update, _resumed=None)
+            self._on_first(lambda: self._check_folder(folder, wanted))
+            self._on_first(lambda: stack.enter_context(locked(folder)))
+            self._on_first(lambda: delete([], folder / WORKING))  # left by a killed run
+            self._resumed = self._last_good = self._choose(wanted, folder)
+            self._facts = self._compare_facts()
+            self.add_callback(callback)
+            stack.callback(self.remove_callback, callback)
+            stack.enter_context(replaced(self.args, restore_callback_states_from_checkpoint=True))
+            callback.signals = stack.enter_context(_catch_signals())
+            with _named_misfits(self._resumed, callback):
                 return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
-        finally:
-            self.remove_callback(callback)
-            self._resumed = None
+
+    def _check_folder(self, folder: Path, wanted: str | bool | None) -> None:
+        """Refuse a folder with anything that the run would replace. Raises FolderRefused."""
+        config = getattr(self.model, "config", None)
+        adapters: Any = getattr(self.model, "peft_config", {})
+        models = [getattr(config, "_name_or_path", ""), *(one.base_model_name_or_path for one in adapters.values())]
+        check_contents(
+            folder,
+            resume=wanted,
+            overwrites=self.overwrite_output_dir,
+            models=[model for model in models if model],
+            how=self.how_to_set.format("overwrite_output_dir"),
+        )
 
     def _choose(self, wanted: str | bool | None, folder: Path) -> Path | None:
         """The checkpoint to resume; None to start anew. Raises TornCheckpoint, and ValueError if it does not fit."""
@@ -262,6 +216,37 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         warnings.warn(f"no checkpoint in {folder} yet: the run begins at step 0", RuntimeWarning, stacklevel=3)
         return None
 
+    def run_facts(self) -> dict[str, Any]:
+        """What the weights of this run depend on, by name. Override it in a trainer that has more to compare."""
+        found = facts_of_model(self.model) | facts_of_arguments(self.args)
+        found["data"] = facts_of_rows(self.train_dataset)
+        if self.compute_loss_func is not None:
+            found["loss"] = facts_of_loss(self.compute_loss_func)
+        return found
+
+    def _compare_facts(self) -> dict[str, Any]:
+        """The facts of this run, which a resumed checkpoint must have too. Raises ValueError on all ranks."""
+
+        def compare() -> dict[str, Any]:
+            facts = json.loads(json.dumps(self.run_facts()))
+            if self._resumed is None:
+                return facts
+            found = differences(read_manifest(self._resumed)["facts"], facts)
+            if length := [found.pop(name) for name in LENGTH if name in found]:
+                warnings.warn(f"the run goes on at another length: {'; '.join(length)}", RuntimeWarning, stacklevel=2)
+            fixed = [text for name, text in found.items() if name in FIXED]
+            said = shortened("; ".join(fixed or found.values()), 240)
+            if fixed:
+                raise ValueError(f"cannot go on from {self._resumed}: {said}. Start a new run from its weights instead")
+            if found and not self.accept_changes:
+                how = self.how_to_set.format("accept_changes")
+                raise ValueError(f"cannot go on from {self._resumed}: {said}. If this is meant, say so with {how}")
+            if found:
+                warnings.warn(f"the run goes on with changes: {said}", RuntimeWarning, stacklevel=2)
+            return facts
+
+        return self._together(lambda: compare() if self.args.process_index == 0 else {})[0]
+
     def _check_whole(self, path: Path) -> None:
         """Read every byte of a checkpoint, each rank a part of it. All ranks raise if one finds it torn."""
         self._together(lambda: check_files(path, self.args.process_index, self.args.world_size))
@@ -272,7 +257,62 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         else:
             super()._run_epoch(*args, **kwargs)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm, which transformers computes before every step; the step is skipped if it is not finite."""
+        norm: Any = super()._get_grad_norm(model, grad_norm)
+        if self.accelerator.scaler is None:  # a scaler of float16 does this itself
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            skip = any(self._ranks.gather(not math.isfinite(whole)))
+            self.optimizer._is_overflow = skip  # accelerate's own mark of a skipped step: no schedule step follows
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if skip else 0
+            if skip:
+                self._skipped += 1
+                self._skip_step(float(whole))
+        return norm
+
+    def _skip_step(self, norm: float) -> None:
+        """Let the next call of the optimizer's `step` do nothing."""
+        self._check_weights("before")
+        logger.warning(
+            "step %d is skipped, since its gradient norm is %s: the weights stay as they are (%d in a row; the run "
+            "stops after %d)",
+            *(self.state.global_step + 1, norm, self._skipped_in_a_row, self.max_skipped_steps),
+        )
+        optimizer = self.optimizer
+        before = vars(optimizer).get("step")
+
+        def skipped(*_: Any, **__: Any) -> None:
+            del optimizer.step
+            if before is not None:
+                optimizer.step = before
+
+        optimizer.step = skipped
+
+    def _check_weights(self, when: str) -> None:
+        """Raise FloatingPointError on all ranks if a trained weight is NaN or infinite on any."""
+
+        def first() -> str | None:
+            trained = ((name, own_part(p.detach())) for name, p in self.model.named_parameters() if p.requires_grad)
+            limits = ((name, torch.aminmax(p)) for name, p in trained if p.numel() and p.is_floating_point())
+            return next((name for name, (least, most) in limits if not math.isfinite(least + 0 * most)), None)
+
+        if name := next(filter(None, self._together(first)), None):
+            step = self.state.global_step + (when == "before")
+            good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
+            raise FloatingPointError(
+                f"the weights are not finite {when} step {step} ({name}), and are not saved; {good}. A lower "
+                f"learning_rate than {self.args.learning_rate:g}, more warm-up or float32 may help "
+                f"({self.how_to_set.format('accept_changes')} lets a resumed run change them)"
+            )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the number of steps that were skipped so far if there are any."""
+        if self._skipped and "loss" in logs:
+            logs["skipped_steps"] = self._skipped
+        super().log(logs, *args, **kwargs)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_weights("after")
         if self._resumed and self.state.global_step == self._initial_global_step:  # there was nothing left to do
             self._load_rng_state(str(self._resumed))
         # With save_total_limit=1 transformers would delete the newest checkpoint here and leave the best one.
@@ -286,7 +326,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         state, rank, ranks = self.state, self.args.process_index, self.args.world_size
         folder, sharded = Path(super()._get_output_dir(trial)), _is_sharded(self.model)
         place, best = folder / f"checkpoint-{state.global_step}", folder / f"checkpoint-{state.best_global_step}"
-        temporary = folder / WRITING / place.name
+        working = folder / WORKING
+        temporary = working / place.name
         callbacks = {name: callback.state_dict() for name, callback in self._callbacks().items()}
 
         def write() -> None:
@@ -295,27 +336,30 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best == place or best.is_dir():
                 state.best_model_checkpoint = str(best)
-            own = ("_tr_loss", "_globalstep_last_logged", *self.also_saved)
-            saved = {name: _plain(getattr(self, name)) for name in own if hasattr(self, name)}
+            saved = {
+                name: _state(getattr(self, name)) for name in (*OWN_STATE, *self.also_saved) if hasattr(self, name)
+            }
             torch.save(saved, temporary / f"trainer_{rank}.pt")
             if rank == 0:
                 state.save_to_json(str(temporary / "trainer_state.json"))
                 if not sharded:
                     torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
 
+        self._check_weights("after")
         try:
-            self._on_first(lambda: (delete([], folder / WRITING), temporary.mkdir(parents=True)))
+            self._on_first(lambda: (delete([], working), mark(temporary)))
             if sharded:  # before anything that can fail on one rank alone: this is a collective call
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
             self._together(write)
             files = {}
             for found in self._together(lambda: hashes(temporary, rank, ranks)):
                 files |= found
-            contents = {"step": state.global_step, "ranks": ranks, "step_size": self.step_size(), "files": files}
-            self._on_first(lambda: commit(temporary, contents))
+            contents = {"step": state.global_step, "ranks": ranks, "step_size": self.step_size(), "facts": self._facts}
+            contents["files"] = files
+            self._on_first(lambda: commit(temporary, folder, contents, overwrites=self.overwrite_output_dir))
         except (Exception, CheckpointException) as error:
             if rank == 0:
-                shutil.rmtree(folder / WRITING, ignore_errors=True)
+                shutil.rmtree(working, ignore_errors=True)
             room = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there" if folder.is_dir() else "no folder"
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
             raise CheckpointNotWritten(
@@ -325,11 +369,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._last_good = place
         if rank == 0:
             with suppress(OSError):  # the new checkpoint is good; a full disk fails at the next one
-                rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
+                rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, WRITING) if self._writing else folder
+        return os.path.join(folder, WORKING) if self._writing else folder
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; shards in a checkpoint are written with the optimiser instead."""
@@ -366,8 +410,26 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        wanted = [dict(group) for group in self.optimizer.param_groups]
         with self._in_shards(checkpoint is not None and Path(checkpoint, SHARDS).is_dir()):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.accept_changes:
+            self._apply_changes(wanted)
+
+    def _apply_changes(self, wanted: list[dict[str, Any]]) -> None:
+        """Give optimizer and schedule the options of this run again: loading has given them the checkpoint's."""
+        for number, (group, own) in enumerate(zip(self.optimizer.param_groups, wanted, strict=True)):
+            group |= {name: own[name] for name in ("weight_decay", "betas", "eps", "momentum") if name in own}
+            rate, before = own.get("initial_lr", own["lr"]), group.get("initial_lr", group["lr"])
+            if rate != before and before:
+                group |= {"initial_lr": rate, "lr": group["lr"] * rate / before}
+                if hasattr(self.lr_scheduler, "base_lrs"):
+                    self.lr_scheduler.base_lrs[number] = rate
+                    self.lr_scheduler._last_lr[number] = group["lr"]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _named_misfits(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
@@ -384,7 +446,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             # The device's type, since torch cannot load to cpu:0.
             saved = torch.load(own, map_location=self.args.device.type, weights_only=True)
             for name, value in saved.items():
-                setattr(self, name, _filled(getattr(self, name, None), value))
+                old: Any = getattr(self, name, None)
+                if hasattr(old, "load_state_dict"):
+                    old.load_state_dict(value)
+                else:
+                    setattr(self, name, _filled(old, value))
             self._total_loss_scalar -= float(self._tr_loss)  # train() returns the mean over the steps of this call
         callbacks = self._callbacks()
         if (path / CALLBACKS).is_dir():
@@ -424,14 +490,19 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: SafeCheckpointsMixin) -> None:
         self.trainer, self.signals = trainer, list[int]()
         self.stop = 0  # a signal that any rank got; the same on all ranks
+        self.stuck = 0  # skipped steps in a row, if they are too many
         self.postponed = False
+        self.began = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer._restore_progress()
+        self.began = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.stop = max(self.trainer._ranks.gather([*self.signals, 0][0]))
-        control.should_save |= self.stop > 0
+        if self.trainer._skipped_in_a_row >= self.trainer.max_skipped_steps:
+            self.stuck, self.trainer._skipped_in_a_row = self.trainer._skipped_in_a_row, 0
+        control.should_save |= self.stop > 0 or self.stuck > 0
         # An evaluation may follow the last step of an epoch. The checkpoint waits, to include its result.
         self.postponed = control.should_save and state.epoch.is_integer()
         control.should_save &= not self.postponed
@@ -450,6 +521,13 @@ class _StepCallback(TrainerCallback):
                     file=sys.stderr,
                 )
             raise SystemExit(128 + self.stop)  # what shells expect: 130 after Ctrl-C, 143 after SIGTERM
+        if self.stuck:
+            raise FloatingPointError(
+                f"the run stops after step {state.global_step}: {self.stuck} steps in a row had a NaN or infinite "
+                f"gradient and were skipped. The weights are finite, and saved in {self.trainer._last_good}. A lower "
+                f"learning_rate than {args.learning_rate:g}, more warm-up or float32 may help; "
+                f"{self.trainer.how_to_resume} goes on with the next step"
+            )
 
 
 @contextmanager
@@ -479,6 +557,21 @@ def _catch_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
+def _named_misfits(checkpoint: str | Path | None, callback: "_StepCallback | None" = None) -> Iterator[None]:
+    """Turn errors of the libraries that load a checkpoint into a ValueError that names it; until training begins."""
+    try:
+        yield
+    except Exception as error:
+        ours = type(error).__module__.startswith("treetrain.") or isinstance(error, OSError | torch.OutOfMemoryError)
+        if checkpoint is None or ours or (callback is not None and callback.began):
+            raise
+        said = shortened(" ".join(str(error).split()))
+        raise ValueError(
+            f"cannot go on from {checkpoint}, which does not fit: {type(error).__name__}: {said}"
+        ) from error
+
+
+@contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object inside the block."""
     before = {name: vars(target)[name] for name in values if name in vars(target)}
@@ -491,9 +584,14 @@ def replaced(target: Any, **values: Any) -> Iterator[None]:
         vars(target).update(before)
 
 
-def _plain(value: Any) -> Any:
-    """The value with plain dictionaries: `torch.load(weights_only=True)` fills no `defaultdict`."""
-    return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value
+OWN_STATE = ("_tr_loss", "_globalstep_last_logged", "_skipped", "_skipped_in_a_row")
+"""Attributes of every trainer that transformers does not save."""
+
+
+def _state(value: Any) -> Any:
+    """What to save of an attribute; with plain dictionaries: `torch.load(weights_only=True)` fills no `defaultdict`."""
+    value = value.state_dict() if hasattr(value, "state_dict") else value
+    return {key: _state(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _filled(old: Any, new: Any) -> Any:

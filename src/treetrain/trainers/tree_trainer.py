@@ -45,6 +45,7 @@ from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin, save_whole
 from treetrain.trainers.groups import Call, StepSampler, make_groups, step_loader
+from treetrain.trainers.run_facts import facts_of_loss
 from treetrain.tree.build import as_tree
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
@@ -132,6 +133,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self.max_skipped_steps, self.accept_changes = args.max_skipped_steps, args.accept_changes
+        self.overwrite_output_dir, self.how_to_set = args.overwrite_output_dir, "{}=True in TreeArguments"
         self._engine: TreeEngine | None = None
         self._engine_of(self.model)  # refuses a model before anything is computed
         self._ref_engine = self._reference(ref_model)
@@ -170,6 +173,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         return engine_of(model if is_sharded(model) else model.to(self.args.device), self.args)
 
     # ---- Data ----
+
+    def run_facts(self) -> dict[str, Any]:
+        """See `SafeCheckpointsMixin`."""
+        return super().run_facts() | {"loss": facts_of_loss(self.loss)}
 
     def get_train_dataloader(self) -> Any:
         """The steps of a pass over the data; an item is one call."""
@@ -267,9 +274,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
         Returns:
             the call's part of the loss.
-
-        Raises:
-            FloatingPointError: the loss is not finite; the weights are not updated.
         """
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -286,11 +290,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         for name, value in {**inputs, "seconds": time.perf_counter() - started}.items():
             if name in ("unique_tokens", "tree_flops", "linear_flops", "seconds"):
                 self._numbers[name] = self._numbers.get(name, 0.0) + float(value)
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"step {self.state.global_step + 1}: the loss is {loss}; the weights were not updated. A lower "
-                f"learning_rate than {self.args.learning_rate:g}, more warm-up or float32 may help"
-            )
         if last:
             self._step_done()
         return torch.tensor(loss, device=self.args.device)
@@ -330,6 +329,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         logs: dict[str, float] = {}
         for name in dict.fromkeys(name for step in steps for name in step):
             values = [step[name] for step in steps if name in step]
+            if self.args.logging_nan_inf_filter:  # as transformers does: a skipped step leaves a mean as it is
+                values = [value for value in values if math.isfinite(value)] or values
             if name in SUMMED:
                 logs[EXECUTION + name] = sum(values)
             elif name.endswith(("_max", "_min")):

@@ -1,0 +1,157 @@
+"""NaN and infinite gradients and weights: steps are skipped, nothing of it is saved, and runs get past them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safe_runs import SafeTrainer, StopAt, differences, make_trainer, make_tree_trainer, outcome, saved_steps
+from transformers import Trainer, TrainerCallback
+
+
+def poisons(kind: type, steps: tuple[int, ...], value: float = math.nan) -> type:
+    """A trainer whose gradient is not finite in some steps, although its loss is."""
+
+    class Poisoned(kind):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            if self.state.global_step + 1 in steps:
+                next(p for p in self.model.parameters() if p.grad is not None).grad.flatten()[3] = value
+            return loss
+
+    return Poisoned
+
+
+def weights(trainer: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+class Watch(TrainerCallback):
+    """Weights and learning rate after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, lr_scheduler: Any, **_: Any) -> None:
+        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        self.seen.append((flat, lr_scheduler.get_last_lr()[0]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(value, max_grad_norm, tmp_path, caplog) -> None:
+    watch = Watch()
+    settings = {"max_steps": 5, "logging_steps": 1, "max_grad_norm": max_grad_norm, "callbacks": (watch,)}
+    trainer = make_trainer(tmp_path / "out", kind=poisons(SafeTrainer, (3,), value), **settings)
+    trainer.train()
+    steps = [flat for flat, _ in watch.seen]
+    assert torch.equal(steps[1], steps[2]) and not torch.equal(steps[2], steps[3])
+    rates = [rate for _, rate in watch.seen]
+    assert rates[1] == rates[2] != rates[3]  # the schedule waits too
+    assert all(bool(flat.isfinite().all()) for flat in steps) and len(steps) == 5
+    assert "step 3 is skipped, since its gradient norm is" in caplog.text and "(1 in a row" in caplog.text
+    counted = [record.get("skipped_steps") for record in trainer.state.log_history if "loss" in record]
+    assert counted == [None, None, 1, 1, 1]
+    assert not any(each.is_complex() or each.isnan().any() for each in weights(trainer))
+
+
+def test_plain_transformers_steps_with_nan_so_the_tests_here_can_fail(tmp_path) -> None:
+    trainer = make_trainer(tmp_path / "out", kind=poisons(Trainer, (3,)), max_steps=4)
+    trainer.train()
+    assert any(bool(each.isnan().any()) for each in weights(trainer))
+
+
+def test_a_run_with_a_skipped_step_resumes_bit_for_bit(tmp_path) -> None:
+    kind = poisons(SafeTrainer, (3, 5))
+    whole = make_trainer(tmp_path / "whole", kind=kind, max_steps=8)
+    whole.train()
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path / "out", kind=kind, max_steps=8, callbacks=(StopAt(4),)).train()
+    again = make_trainer(tmp_path / "out", kind=kind, max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert differences(outcome(again), outcome(whole)) == [] and whole._skipped == again._skipped == 2
+
+
+def test_after_too_many_in_a_row_the_run_stops_with_a_checkpoint_and_every_resume_gets_further(tmp_path) -> None:
+    folder, kind = tmp_path / "out", poisons(SafeTrainer, tuple(range(3, 11)))
+    stops = []
+    for resume in (None, True, True, True):
+        trainer = make_trainer(folder, kind=kind)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except FloatingPointError as error:
+            stops.append(trainer.state.global_step)
+            place = folder / f"checkpoint-{trainer.state.global_step}"
+            assert f"3 steps in a row had a NaN or infinite gradient and were skipped. .* saved in {place}"[:30] in str(
+                error
+            )
+            assert place.is_dir() and "goes on with the next step" in str(error) and len(str(error)) <= 400
+    assert stops == [5, 8] and trainer.state.global_step == 12 and trainer._skipped == 8
+    assert all(bool(each.isfinite().all()) for each in weights(trainer))
+
+
+def test_the_first_one_ends_the_run_if_that_is_asked_for(tmp_path) -> None:
+    trainer = make_trainer(tmp_path / "out", kind=poisons(SafeTrainer, (1,)))
+    trainer.max_skipped_steps = 1
+    with pytest.raises(FloatingPointError, match="1 steps in a row"):
+        trainer.train()
+    assert {*saved_steps(tmp_path / "out")} == {1}
+
+
+class Breaks(TrainerCallback):
+    """Makes a weight infinite after a step, as an optimizer may."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        if state.global_step + 1 == self.step:
+            with torch.no_grad():
+                next(iter(model.parameters())).view(-1)[0] = math.inf
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
+def test_weights_that_are_not_finite_are_never_saved_nor_the_end_of_a_run(step: int, tmp_path) -> None:
+    # 2 and 4 are saved, 6 is the last step, 3 is seen by the gradient of the next one.
+    folder = tmp_path / "out"
+    trainer = make_trainer(folder, max_steps=6, save_total_limit=1, callbacks=(Breaks(step),))
+    with pytest.raises(FloatingPointError, match="the weights are not finite") as told:
+        trainer.train()
+    good = {2: set(), 3: {2}, 4: {2}, 6: {4}}[step]
+    assert {*saved_steps(folder)} == good
+    said = f"the last good checkpoint is {folder / f'checkpoint-{max(good)}'}" if good else "no checkpoint yet"
+    assert said in str(told.value) and "embed_tokens" in str(told.value) and len(str(told.value)) <= 400
+    again = make_trainer(folder, max_steps=6)
+    again.train(resume_from_checkpoint=True)
+    assert all(bool(each.isfinite().all()) for each in weights(again))
+
+
+def test_a_tree_trainer_skips_too_and_logs_the_mean_of_the_other_steps(tmp_path) -> None:
+    class Lost(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                model.register_forward_hook(lambda *_: None)
+
+    trainer = make_tree_trainer(tmp_path / "out", kind_of=lambda kind: poisons(kind, (5,)), max_steps=7)
+    trainer.train()
+    logs = [json.loads(json.dumps(record)) for record in trainer.state.log_history if "loss" in record]
+    assert [record.get("skipped_steps") for record in logs] == [None, 1]
+    assert all(math.isfinite(record["loss"]) for record in logs)
+
+
+def test_the_limit_is_an_argument_of_tree_runs(tmp_path) -> None:
+    with pytest.raises(ValueError, match="max_skipped_steps is 0; give a number from 1"):
+        make_tree_trainer(tmp_path / "out", max_skipped_steps=0)
+    assert make_tree_trainer(tmp_path / "out", max_skipped_steps=7).max_skipped_steps == 7
+
+
+def test_checkpoints_of_finite_weights_are_all_that_is_left_after_a_run_that_fails(tmp_path) -> None:
+    folder = Path(tmp_path / "out")
+    with pytest.raises(FloatingPointError):
+        make_trainer(folder, save_total_limit=1, callbacks=(Breaks(7),)).train()
+    from safetensors.torch import load_file
+
+    for path in folder.glob("checkpoint-*/model.safetensors"):
+        assert all(bool(each.isfinite().all()) for each in load_file(path).values())
