@@ -30,7 +30,7 @@ from treetrain.trainers.run_folder import is_own
 
 SECONDS = 120.0
 """A run that takes longer hangs."""
-TIMES = ("runtime", "per_second", "seconds", "memory_bytes")
+TIMES = ("runtime", "per_second", "seconds", "memory_bytes", "measured_speedup")
 """Parts of the names of what no two runs have in common."""
 
 

@@ -1,5 +1,6 @@
 """SafeCheckpointsMixin under TreeTrainer, TRL's trainers and with adapters of peft: bit for bit there too."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,34 @@ def test_trl_sft_resumes_bit_for_bit_with_its_metrics(tmp_path) -> None:
         )
 
     check_resume(make, tmp_path)
+
+
+@pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_trl_with_shared_prefixes_logs_the_same_after_a_resume(stop: int, tmp_path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from treetrain.trainers.share_prefixes import share_prefixes
+
+    kind = type("SafeSFT", (SafeCheckpointsMixin, trl.SFTTrainer), {})
+    shared = [{"input_ids": [5, 6, 7, 8, *row["input_ids"][: 2 + number % 5]]} for number, row in enumerate(rows())]
+
+    def make(folder: Path, callbacks: tuple) -> Any:
+        trainer = kind(
+            model=tiny_model(dropout=0.0),
+            args=trl.SFTConfig(output_dir=str(folder), **SETTINGS),
+            train_dataset=datasets.Dataset.from_list(shared),
+            processing_class=tokenizer(),
+            callbacks=[Averages(), *callbacks],
+        )
+        return share_prefixes(trainer, budget=64)
+
+    check_resume(make, tmp_path, stop)
+    logs = [record for record in make_history(tmp_path / "out") if "loss" in record]
+    assert all("tree/overlap" in record for record in logs)
+    assert [any("difference" in name for name in record) for record in logs] == [True, False, False]
+
+
+def make_history(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
 
 
 def test_a_model_card_that_cannot_be_written_is_left_out_of_a_checkpoint(tmp_path, monkeypatch) -> None:

@@ -39,8 +39,7 @@ class Watch(TrainerCallback):
         self.seen.append((flat, lr_scheduler.get_last_lr()[0]))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+@pytest.mark.parametrize(("value", "max_grad_norm"), [(math.nan, 1.0), (math.inf, 0.0)])
 def test_a_step_without_a_finite_gradient_is_skipped_and_counted(value, max_grad_norm, tmp_path, caplog) -> None:
     watch = Watch()
     settings = {"max_steps": 5, "logging_steps": 1, "max_grad_norm": max_grad_norm, "callbacks": (watch,)}
@@ -84,10 +83,13 @@ def test_after_too_many_in_a_row_the_run_stops_with_a_checkpoint_and_every_resum
         except FloatingPointError as error:
             stops.append(trainer.state.global_step)
             place = folder / f"checkpoint-{trainer.state.global_step}"
-            assert f"3 steps in a row had a NaN or infinite gradient and were skipped. .* saved in {place}"[:30] in str(
-                error
+            assert "3 steps in a row had a NaN or infinite gradient and were skipped" in str(error)
+            assert (
+                f"saved in {place}" in str(error)
+                and place.is_dir()
+                and "goes on with the next step" in str(error)
+                and len(str(error)) <= 400
             )
-            assert place.is_dir() and "goes on with the next step" in str(error) and len(str(error)) <= 400
     assert stops == [5, 8] and trainer.state.global_step == 12 and trainer._skipped == 8
     assert all(bool(each.isfinite().all()) for each in weights(trainer))
 
@@ -129,11 +131,6 @@ def test_weights_that_are_not_finite_are_never_saved_nor_the_end_of_a_run(step: 
 
 
 def test_a_tree_trainer_skips_too_and_logs_the_mean_of_the_other_steps(tmp_path) -> None:
-    class Lost(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            if state.global_step == 4:
-                model.register_forward_hook(lambda *_: None)
-
     trainer = make_tree_trainer(tmp_path / "out", kind_of=lambda kind: poisons(kind, (5,)), max_steps=7)
     trainer.train()
     logs = [json.loads(json.dumps(record)) for record in trainer.state.log_history if "loss" in record]

@@ -4,7 +4,9 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 """
 
 import datetime
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -24,6 +26,46 @@ _ERROR = "treetrain error"
 """The key in a group's store of the error that ended a pass; the processes must start again after it."""
 CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
 """The longest time a rank may read, plan or evaluate while the others wait for it."""
+JOIN_TIMEOUT = datetime.timedelta(seconds=60)
+"""The longest time a rank waits for the others to start."""
+
+
+def wait_for_ranks() -> None:
+    """Wait until all processes of a run have started; call it before the process group is made.
+
+    torch waits half an hour for a rank that was killed before it joined. Processes that torchrun has started need no
+    limit: it ends all of them when one dies.
+
+    Raises:
+        RanksDisagree: some did not come within `JOIN_TIMEOUT`; the message names them.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not dist.is_available() or dist.is_initialized() or dist.is_torchelastic_launched():
+        return
+    if not all(name in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) < 2:
+        return
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store, missing = None, "rank 0, which the others meet at"
+    keys = [f"treetrain/{other}" for other in range(size)]
+    try:
+        # The process group's own store shares the server of this one, which must stay.
+        store = dist.TCPStore(
+            *(os.environ["MASTER_ADDR"], port, size, rank == 0),
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        _MADE["store of wait_for_ranks"] = store
+        store.set(keys[rank], "started")
+        store.wait(keys, JOIN_TIMEOUT)
+    except RuntimeError as error:
+        with suppress(RuntimeError):
+            if store is not None:
+                missing = ", ".join(f"rank {other}" for other in range(size) if not store.check([keys[other]]))
+        raise RanksDisagree(
+            f"rank {rank} of {size} has waited {JOIN_TIMEOUT.total_seconds():g} s for {missing or 'the others'}: not "
+            "started, or killed before it joined; see what it said, and start all processes again"
+        ) from error
 
 
 class Ranks:

@@ -1,6 +1,7 @@
 """The arguments of a `TreeTrainer`: those of `transformers.Trainer`, and those of trees, losses and rollouts."""
 
 import contextlib
+import functools
 import inspect
 import json
 import math
@@ -14,6 +15,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from treetrain.data.advantages import group_advantages
+from treetrain.engine.distributed import wait_for_ranks
 from treetrain.errors import nearest
 from treetrain.planning.make import Bytes, parse_budget
 from treetrain.trainers.run_folder import check_name
@@ -120,6 +122,11 @@ class TreeArguments(TrainingArguments):
         metadata={"help": "Resume even if data, loss or settings are not those of the checkpoint."},
     )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps; numbers are means over them."})
+
+    @functools.cached_property
+    def _setup_devices(self) -> Any:  # makes the process group
+        wait_for_ranks()
+        return super()._setup_devices
 
     def __post_init__(self) -> None:
         if self.execution not in ("tree", "linear"):

@@ -99,9 +99,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     how_to_resume = "trainer.train(resume_from_checkpoint=True)"
     """The command for resuming, shown in messages."""
-    also_saved: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
-    """Attributes that every rank saves, and restores on the same number of ranks. In TRL's trainers: the metrics since
-    the last log and the completions that are not trained on yet."""
+    also_saved: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs", "prefix_sharing")
+    """Attributes that every rank saves, and restores on the same number of ranks; objects by their `state_dict` and
+    `load_state_dict`. In TRL's trainers: the metrics since the last log and the completions that are not trained on
+    yet. With `share_prefixes`: its counts since the last log."""
 
     max_skipped_steps: int = 3
     """The run stops after so many skipped steps in a row, with a checkpoint, so that it can go on behind them."""

@@ -194,6 +194,8 @@ class PrefixSharing:
         self._averaged: list[Any] = []  # the gradients that were averaged over the processes last
         self._counts: Counter[str] = Counter()  # sums since the last logs
         self._logged_once: dict[str, float] = {}
+        self._logged: set[str] = set()  # names that were logged once
+        self._kept_logs: dict[str, float] = {}  # of a stopped run, to be logged once
         self._trees = 0
         self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
         self._timed: tuple[Scored, float, float] | None = None  # scores, start, seconds of the plain path (predicted)
@@ -434,10 +436,22 @@ class PrefixSharing:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next logs depend on; the checkpoints of `SafeCheckpointsMixin` keep it."""
+        once, logged = self._logged_once | self._kept_logs, sorted(self._logged)
+        return {"counts": dict(self._counts), "once": once, "logged": logged, "trees": self._trees}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the logs of a stopped run."""
+        self._counts, self._kept_logs = Counter(state["counts"]), dict(state["once"])
+        self._logged, self._trees = set(state["logged"]), state["trees"]
+
     def take_logs(self) -> dict[str, float]:
         """Return counts of what this process has shared since the last call, and reset them."""
         counts, self._counts = self._counts, Counter()
-        logs, self._logged_once = self._logged_once, {}
+        once, self._logged_once = self._logged_once | self._kept_logs, {}
+        logs = {name: value for name, value in once.items() if name not in self._logged}
+        self._logged |= logs.keys()
         if counts["batches"]:
             logs["tree/overlap"] = 1 - counts["unique"] / max(counts["flat"], 1)
             logs["tree/parts"] = counts["parts"] / counts["batches"]
