@@ -2,9 +2,10 @@
 
 Run: python benchmarks/verdict.py [workload ...] [--repeats 3]
 
-Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the first third of the rows of each
-workload (benchmarks/workloads.py); a fresh process per workload. Measured is the time of the rows that no other row extends, each by itself (the fastest of `bench`'s
-baselines), over that of the trees of all batches, in turns. Rows are appended to results/verdict.csv.
+Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the first third of the rows of
+each workload (benchmarks/workloads.py); a fresh process per workload. Measured is the time of the rows that no other
+row extends, each by itself (the fastest of `bench`'s baselines), over that of the trees of all batches, in turns. Rows
+are appended to results/verdict.csv.
 """
 
 import os
