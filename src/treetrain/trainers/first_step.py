@@ -232,10 +232,10 @@ def _judged(found: Difference, batch: Batch, count: int, dtype: torch.dtype, dev
         plain, ours = found.losses
         if not abs(plain - ours) <= loss_limit * abs(plain):
             raise RuntimeError(
-                f"first step, {count} rows: the model's own loss is {plain:.6g}, the cross-entropy of the same "
-                f"log-probabilities {ours:.6g}. share_prefixes would train the second. The first has another "
-                "loss_function, or a term that a forward adds or an adapter's regularisation (AdaLoRA): remove it, "
-                "train without share_prefixes, or use tt.TreeTrainer with a loss of your own"
+                f"first step, {count} rows: the model's own loss is {plain:.6g}, the cross-entropy that share_prefixes "
+                f"would train {ours:.6g}; their log-probabilities agree. The first has another loss_function, a term "
+                "that a forward adds, or an adapter's regularisation (AdaLoRA): remove it, train without "
+                "share_prefixes, or use tt.TreeTrainer with a loss of your own"
             )
     if not (found.gradients <= limit and found.worst <= KIND_LIMIT * limit):
         raise RuntimeError(
