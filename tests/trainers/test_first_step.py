@@ -203,6 +203,17 @@ def test_what_is_exact_passes(kind, tmp_path):
     assert trainer.prefix_sharing._logged_once["tree/gradient_difference"] > 0
 
 
+def test_a_batch_that_predicts_nothing_leaves_the_check_to_the_next(tmp_path):
+    trainer = tt.share_prefixes(plain_trainer(runs.model(), tmp_path))
+    sharing: Any = trainer.prefix_sharing  # type: ignore[attr-defined]
+    batch, checks = batch_of(IDS), []
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    for each in (empty, batch):
+        trainer.compute_loss(trainer.model, dict(each))
+        checks.append(sharing.check)
+    assert checks == [True, False] and sharing._logged_once
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_the_left_of_learned_positions_stops_the_first_step(side, tmp_path):
     torch.manual_seed(0)
@@ -330,6 +341,19 @@ def test_tokens_of_the_plain_side_follow_the_budget():
     batch = {"input_ids": torch.from_numpy(ids[None]), "labels": torch.from_numpy(ids[None])}
     within = [tokens_within(tt.TreeEngine(model, budget=b), rows_of(batch), "loss") for b in (100, 1000)]
     assert first_step.LEAST_TOKENS < within[0] < within[1] < 2000
+
+
+def test_quadratic_attention_and_a_model_that_cannot_be_counted_get_fewer_tokens(monkeypatch):
+    ids = np.arange(2000) % 40
+    batch = {"input_ids": torch.from_numpy(ids[None]), "labels": torch.from_numpy(ids[None])}
+    within = {}
+    for attention in ("sdpa", "eager"):
+        model = runs.model(max_position_embeddings=4096)
+        model.set_attn_implementation(attention)
+        within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), "fused")
+    assert first_step.LEAST_TOKENS < within["eager"] < within["sdpa"] / 2
+    monkeypatch.setattr(first_step, "cost_if_countable", lambda model: None)
+    assert tokens_within(tt.TreeEngine(model), rows_of(batch), "fused") == first_step.UNCOUNTED_TOKENS
 
 
 # ---- ranks
