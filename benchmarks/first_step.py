@@ -24,19 +24,19 @@ from workloads import model_30m
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, BLOCK = -1, -3, 65_536  # of glibc's malloc.h; bytes
 SHORT: dict[str, Any] = {"lengths": (24, 8), "rows": 4, "large": True}
-LONG: dict[str, Any] = {"lengths": (1500, 500), "rows": 6}
+LONG: dict[str, Any] = {"lengths": (400, 100), "rows": 6}
 CASES: dict[str, dict[str, Any]] = {
     "plain Trainer, short rows": SHORT,
     "plain Trainer, short rows, bfloat16": SHORT | {"dtype": "bfloat16"},
     "plain Trainer, long rows": LONG,
-    "plain Trainer, long rows, budget": LONG | {"budget": 600},
+    "plain Trainer, long rows, budget": LONG | {"budget": 200},
     "plain Trainer, long rows, LoRA": LONG | {"lora": True},
-    "plain Trainer, long rows, LoRA, budget": LONG | {"lora": True, "budget": 600},
+    "plain Trainer, long rows, LoRA, budget": LONG | {"lora": True, "budget": 200},
     "plain Trainer, long rows, checkpointing": LONG | {"gradient_checkpointing": True},
     "SFTTrainer, short rows": SHORT | {"trl": True},
     "SFTTrainer, short rows, bfloat16": SHORT | {"dtype": "bfloat16", "trl": True},
     "SFTTrainer, long rows": LONG | {"trl": True},
-    "SFTTrainer, long rows, budget": LONG | {"trl": True, "budget": 600},
+    "SFTTrainer, long rows, budget": LONG | {"trl": True, "budget": 200},
 }
 
 
