@@ -6,6 +6,7 @@ Sorted rows and the tokens shared by neighbours define the prefix tree.
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,16 +112,24 @@ def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[Any]]) -> 
     while stack:
         members, depth, before, ended = stack.pop()
         if ended or len(members) == 1:
-            yield from zip(members, [before] + [depth] * (len(members) - 1))
+            yield members[0], before
+            for number in members[1:]:
+                yield number, depth
             continue
         end = depth + max(TOKENS_AT_ONCE // len(members), 1)
         # Non-negative integers as big-endian bytes sort like the integers.
         blocks = sorted((ids(number)[depth:end].astype(">i4").tobytes(), number) for number in members)
         children, last = [], None
-        for block, run in groupby(blocks, key=lambda found: found[0]):
+        for block, run in groupby(blocks, key=itemgetter(0)):
             tokens = np.frombuffer(block, np.int32)
             first = before if last is None else depth + common_prefix(last, tokens)
             stop = depth + len(tokens)
-            children.append(([number for _, number in run], stop, first, stop < end))
+            same, ends = [number for _, number in run], stop < end
             last = tokens
+            if children or not (ends or len(same) == 1):
+                children.append((same, stop, first, ends))
+                continue
+            yield same[0], first
+            for number in same[1:]:
+                yield number, stop
         stack += children[::-1]

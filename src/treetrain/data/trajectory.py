@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+from array import array as builtin_array
 from collections.abc import Hashable, Sequence
 from typing import Any, Self, overload
 
@@ -112,18 +113,20 @@ class Trajectory:
         }
         names: dict[str, Any] = {"group": group, "pair": pair, "id": id, "key": key, "episode": episode}
         try:
-            token_ids = _token_ids(ids)
+            token_ids = checked_ids(ids)
             for name, value in facts.items():
+                if value is None:
+                    continue
                 if name in SCALAR_FACTS and (np.isscalar(value) or getattr(value, "ndim", 1) == 0):
                     per_token([value], name, 1)
                     value = np.full(token_ids.size, value)
-                facts[name] = None if value is None else per_token(value, name, token_ids.size)
+                facts[name] = per_token(value, name, token_ids.size)
             for name, value in names.items():
                 try:
                     hash(value)
                 except TypeError as error:
                     raise DataError(f"{name} is a {type(value).__name__}; give a string, number or tuple") from error
-            facts |= {"ids": token_ids, "reward": _reward(reward), "chosen": _chosen(chosen)} | names
+            facts.update(names, ids=token_ids, reward=_reward(reward), chosen=_chosen(chosen))
             facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
         except DataError as error:
             raise DataError(f"trajectory{'' if id is None else f' {quoted(id)}'}: {error}") from error
@@ -175,8 +178,11 @@ class LazyTrajectories(Sequence[Trajectory]):
 def common_prefix(one: Shaped[np.ndarray, " A"], other: Shaped[np.ndarray, " B"]) -> int:
     """Number of leading entries that two arrays share."""
     length = min(one.size, other.size)
+    if length == 0:
+        return 0
     different = one[:length] != other[:length]
-    return int(different.argmax()) if different.any() else length
+    first = int(different.argmax())
+    return first if different[first] else length
 
 
 def per_token(value: Any, name: str, length: int, *, nulls: bool = False) -> PerToken:
@@ -202,7 +208,16 @@ def per_token(value: Any, name: str, length: int, *, nulls: bool = False) -> Per
     return array
 
 
-def _token_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
+def checked_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
+    """Token ids as an array of their own. Raises DataError for anything else than a flat list of whole numbers."""
+    if isinstance(ids, list):
+        try:
+            array = np.frombuffer(builtin_array("i", ids), np.int32)  # three times as fast as numpy
+        except (TypeError, OverflowError):
+            pass
+        else:
+            if array.min(initial=2) > 1:  # else there may be a negative number, true or false
+                return array
     try:
         array = np.asarray(ids)
     except ValueError as error:
@@ -215,10 +230,10 @@ def _token_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
         given = ids if isinstance(ids, list | tuple) else array.tolist()
         wrong = next(each for each in given if not isinstance(each, int | np.integer) or isinstance(each, bool))
         raise DataError(f"ids hold {quoted(wrong)}, a {type(wrong).__name__}; token ids are whole numbers")
-    for bad, what in ((array < 0, "negative"), (array > MAX_TOKEN_ID, f"above {MAX_TOKEN_ID}")):
-        if bad.any():
-            at = int(bad.argmax())
-            raise DataError(f"ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
+    if array.min() < 0 or (array.dtype != np.int32 and array.max() > MAX_TOKEN_ID):
+        at = int(((array < 0) | (array > MAX_TOKEN_ID)).argmax())
+        what = "negative" if array[at] < 0 else f"above {MAX_TOKEN_ID}"
+        raise DataError(f"ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
     if isinstance(ids, list | tuple) and (at := first_bool(ids, array)) is not None:
         raise DataError(f"ids[{at}] is {ids[at]}, expected a whole number")
     return np.array(array, np.int32, order="C")

@@ -70,7 +70,9 @@ def align(first: Ids, second: Ids, *, to_end: bool = False, run: int = RUN) -> A
         i, j = i + same, j + same
         if i == first.size or j == second.size:
             return Alignment(gaps, i, j)
-        found = (run == RUN and _reordered(first[i:], second[j:])) or _agreement(first[i:], second[j:], run)
+        found = None
+        if min(first.size - i, second.size - j) >= run:  # an agreement has so many tokens
+            found = (run == RUN and _reordered(first[i:], second[j:])) or _agreement(first[i:], second[j:], run)
         if not found and to_end:
             found = _ending(first[i:], second[j:])
         if not found:

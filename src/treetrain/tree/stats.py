@@ -193,6 +193,9 @@ def cheapest_rows(tree: TokenTree) -> list[Trajectory]:
         members[at].append(number)
     found = []
     for numbers in members:
+        if len(numbers) == 1:
+            found.append(rows[numbers[0]])
+            continue
         longest = max(numbers, key=lambda number: tree.trajectory_length[number])
         weights = rows[longest].weights
         for number in numbers:

@@ -21,7 +21,7 @@ from treetrain.data.records import (
     parsed,
     row_facts,
 )
-from treetrain.data.trajectory import Trajectory, per_token
+from treetrain.data.trajectory import Trajectory, checked_ids, per_token
 from treetrain.errors import DataError, quoted, shortened
 
 IGNORED_LABEL = -100  # the Hugging Face and PyTorch mark for "not trained"
@@ -85,13 +85,17 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     notes.unused_keys(row, TOKEN_KEYS)
     if row.get("input_ids") is None:
         raise DataError(f"no `input_ids` in the row; it has {', '.join(map(quoted, list(row)[:20])) or 'no keys'}")
-    whole = Trajectory(row["input_ids"])
+    whole = checked_ids(row["input_ids"])
     keep = _unpadded(row.get("attention_mask"), len(whole))
-    ids = whole.ids[keep]
+    ids = whole[keep]
     weights = _weights(row, ids, keep, len(whole))
     if weights is None:
         notes.add("no labels, loss_mask or loss_weights: every token is trained")
-    facts = {field: _fact(row, names, len(whole), keep, weights) for field, names in PER_TOKEN_KEYS.items()}
+    facts = {
+        field: _fact(row, names, len(whole), keep, weights)
+        for field, names in PER_TOKEN_KEYS.items()
+        if not row.keys().isdisjoint(names)
+    }
     return Trajectory(
         ids,
         loss_weights=weights,
