@@ -38,7 +38,7 @@ SIGNATURES = {
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
         "map=None, where=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, "
-        "collect=<class 'list'>)"
+        "collect=<class 'list'>, count='per trajectory')"
     ),
     "logprobs": (
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_values=False, "
@@ -67,7 +67,7 @@ SIGNATURES = {
     ),
     "from_messages": (
         "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
-        "map=None, where=None, on_error='stop')"
+        "map=None, where=None, on_error='stop', count='per trajectory')"
     ),
     "load_tree": "(path, *, tokenizer=None, chat_template=None, count='per trajectory', "
     "vocab_size=None, max_positions=None, notes=None)",

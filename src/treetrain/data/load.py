@@ -18,6 +18,7 @@ from treetrain.data.files import read_records
 from treetrain.data.formats import FORMATS
 from treetrain.data.formats.tokens import trajectory_from_token_row
 from treetrain.data.messages import clean_tools, read_tools
+from treetrain.data.once import Count, checked_count, count_once
 from treetrain.data.records import (
     CALL,
     EPISODE_KEYS,
@@ -80,6 +81,7 @@ def load(
     max_positions: int | None = None,
     limit: int | None = None,
     collect: Callable[[Iterator[Trajectory]], Sequence[Trajectory]] = list,
+    count: Count = "per trajectory",
 ) -> LoadedFile:
     """Read logs of any of the formats in docs/data.md. A bad record raises an error unless `on_error` is "skip".
 
@@ -105,6 +107,8 @@ def load(
         collect: receives an iterator over the rows and returns those to keep; `list` keeps all. A row for whose group
             and episode its method `wants`, if it has one, returns False is left out before it is checked and
             tokenised.
+        count: "per trajectory" counts a trained token in every row that trains it; "once" in the first of them only, by
+            a weight of 0 in the others. Rows with an `episode` are compared within it, others with each other.
 
     Raises:
         DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
@@ -120,7 +124,7 @@ def load(
         tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
     )
     kind, why = detect_format(paths[0], format, map)
-    reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit, where or {})
+    reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit, where or {}, count)
     records = (found for path in paths for found in _records(path, reading.notes))
     if why:
         reading.notes.add(why, None)
@@ -146,13 +150,14 @@ def from_messages(
     map: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
+    count: Count = "per trajectory",
 ) -> LoadedFile:
     """Read rows in memory: a list or a `datasets.Dataset` of records, or a list of conversations.
 
     Args:
         rows: records of any format that `load` reads, or lists of messages.
-        tokenizer: this and `format`, `view`, `train`, `tools`, `chat_template`, `map`, `where` and `on_error` are as
-            in `load`.
+        tokenizer: this and `format`, `view`, `train`, `tools`, `chat_template`, `map`, `where`, `on_error` and `count`
+            are as in `load`.
 
     Raises:
         DataError: a row that cannot be used; the message names its number and field.
@@ -176,7 +181,7 @@ def from_messages(
     if first is None:
         raise DataError("no rows were given")
     kind, _ = _detect(*first, format, map)
-    reading = _Reading(kind, settings, map or {}, on_error, (None, None), None, where or {})
+    reading = _Reading(kind, settings, map or {}, on_error, (None, None), None, where or {}, count)
     return reading.finished(list(reading.rows(records())))
 
 
@@ -289,8 +294,10 @@ class _Reading:
     limits: tuple[int | None, int | None]
     limit: int | None
     where: Mapping[str, str]
+    count: Count = "per trajectory"
 
     def __post_init__(self) -> None:
+        checked_count(self.count)
         for name, value, known in (
             ("view", self.settings.view, ("transcript", "calls")),
             ("train", self.settings.train, ("all", "last")),
@@ -312,6 +319,8 @@ class _Reading:
 
     def finished(self, rows: Sequence[Trajectory]) -> LoadedFile:
         """The rows with all remarks on them."""
+        if self.count == "once":
+            rows = count_once(rows, notes=self.notes)
         skipped = tuple(self.skipped)
         return LoadedFile(trajectories=rows, notes=self.notes.lines(), format=self.kind.name, skipped=skipped)
 

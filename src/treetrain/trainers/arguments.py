@@ -15,6 +15,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from treetrain.data.advantages import group_advantages
+from treetrain.data.once import checked_count
 from treetrain.engine.distributed import wait_for_ranks
 from treetrain.errors import nearest
 from treetrain.planning.make import Bytes, parse_budget
@@ -81,6 +82,14 @@ class TreeArguments(TrainingArguments):
         default=1.0,
         metadata={"help": "Divides the logits; for policy losses the temperature that the rows were sampled with."},
     )
+    count: str = field(
+        default="per trajectory",
+        metadata={
+            "help": "How often a trained token counts that several rows repeat. per trajectory: in every row. once: in "
+            "the first row of the data that trains it (within an episode, where rows have one).",
+            "choices": ["per trajectory", "once"],
+        },
+    )
     loss: str = field(
         default="sft",
         metadata={"help": "sft, reinforce, ppo, grpo, dapo, dr_grpo, gspo, dpo or distill (docs/losses.md)."},
@@ -131,6 +140,7 @@ class TreeArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.execution not in ("tree", "linear"):
             raise ValueError(f"execution is {self.execution!r}; allowed are 'tree' and 'linear'")
+        checked_count(self.count)
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, float) and not math.isfinite(value):

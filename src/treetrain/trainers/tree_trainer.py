@@ -29,6 +29,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import columns_of
+from treetrain.data.once import count_once
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
@@ -115,6 +116,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._steps: list[dict[str, float]] = []
         """Numbers of the steps since the last log."""
         if train_dataset is not None:
+            train_dataset = self._counted(args.count, train_dataset, args.advantage_kwargs)
             self._find_facts(args, train_dataset)
         if peft_config is not None:
             from peft import get_peft_model
@@ -146,6 +148,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._left_out = 0
 
     # ---- Rows and losses ----
+
+    def _counted(self, count: str, rows: Sequence[Trajectory], options: Any = None) -> Sequence[Trajectory]:
+        """The rows with the weights of `TreeArguments.count`; those of "once" are in memory."""
+        return rows if count != "once" else count_once(rows, computed_advantages(rows, self.loss, options))
 
     def _find_facts(self, args: TreeArguments, rows: Sequence[Trajectory]) -> None:
         """Compute advantages from rewards, and decide which other facts the run must compute."""
@@ -429,6 +435,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """
         loss = self.loss
         try:
+            rows = self._counted(self.args.count, rows)
             if (advantages := computed_advantages(rows, loss, None)) is not None:
                 rows = [row.replace(advantages=one) for row, one in zip(rows, advantages.tolist(), strict=True)]
             missing = missing_facts(rows, loss)
@@ -480,6 +487,12 @@ def checked_loss(args: TreeArguments, loss: Any) -> Any:
         raise ValueError(
             f"{name} needs values, and this trainer has no value head; use TreeEngine(model, value_head=...) in a loop "
             "of your own"
+        )
+    if args.count == "once" and not loss.sums_tokens:
+        raise ValueError(
+            f"count is 'once', but {name} is no sum over tokens, each with its weight, divided by the sum of weights. "
+            "Take a loss that is (sft, dapo; reinforce, ppo or distill with reduction='token'), or count='per "
+            "trajectory'; a loss of your own that is one says sums_tokens = True"
         )
     if args.target_kl is not None and not (isinstance(loss, PolicyLoss) and loss.clipped):
         raise ValueError(f"target_kl is {args.target_kl}, but {name} measures no KL from an old policy")

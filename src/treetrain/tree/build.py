@@ -20,11 +20,12 @@ from treetrain.data.chat import ChatReader
 from treetrain.data.files import read_records
 from treetrain.data.formats.nodes import Forest, content_of, forests_of, weighted_messages
 from treetrain.data.load import check_positions, check_vocabulary
+from treetrain.data.once import Count
 from treetrain.data.records import Notes, ReadSettings
 from treetrain.data.trajectory import MAX_TOKEN_ID, PER_TOKEN_FACTS, Trajectory, first_bool
 from treetrain.errors import DataError, expect, quoted
 from treetrain.tree.assemble import Int32s, Int64s, assemble
-from treetrain.tree.nodes import Count, Node, NodeTrajectory
+from treetrain.tree.nodes import Node, NodeTrajectory
 from treetrain.tree.token_tree import TokenTree
 
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache

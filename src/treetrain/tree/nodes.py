@@ -8,18 +8,17 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from treetrain.data.columns import GIVEN
+from treetrain.data.once import Count, checked_count
 from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory, common_prefix
 from treetrain.errors import DataError
 from treetrain.tree.assemble import Int32s, Int64s, TreeArrays, assemble
-
-Count = Literal["per trajectory", "once"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +139,7 @@ def grow(
     Returns:
         The tree's arrays, each trajectory's last token (-1 for an empty one), and the trajectories.
     """
-    if count not in ("per trajectory", "once"):
-        raise ValueError(f"count={count!r} is neither 'per trajectory' nor 'once'")
+    checked_count(count)
     rows = [row if isinstance(row, NodeTrajectory) else NodeTrajectory(node=row) for row in trajectories]
     above = [-1 if node.parent is None else node.parent for node in nodes]
     first_row: dict[int, int] = {}  # node -> the first trajectory through it; parents before their children

@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
 from numpy.typing import NDArray
 
+from treetrain.data.once import Count
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.nodes import Count, Node, NodeRows, NodeTrajectory, grow
+from treetrain.tree.nodes import Node, NodeRows, NodeTrajectory, grow
 
 Bools = NDArray[np.bool_]
 

@@ -1,0 +1,159 @@
+"""count="once": each sampled token has its weight in the first row that trains it; facts that differ are an error."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treetrain as tt
+from support.models import make_model
+from support.tree_runs import apart, run, small_model, steps
+from treetrain.data.once import count_once
+from treetrain.errors import DataError
+from treetrain.testing import linear
+from treetrain.testing.contract import PureFloat64
+
+# A prompt 1 2, the answer 3 4; its second call answers 7; another branch answers 5 in place of 4; a duplicate.
+ROWS = [
+    tt.Trajectory([1, 2, 3, 4], loss_weights=[0, 0, 1, 1]),
+    tt.Trajectory([1, 2, 3, 4, 6, 7], loss_weights=[0, 0, 1, 1, 0, 1]),
+    tt.Trajectory([1, 2, 3, 5], loss_weights=[0, 0, 0.5, 0.5]),
+    tt.Trajectory([1, 2, 3, 4], loss_weights=[0, 0, 1, 1]),
+    tt.Trajectory([9, 3, 4], loss_weights=[0, 1, 1]),
+]
+BY_HAND = [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0.5], [0, 0, 0, 0], [0, 1, 1]]
+
+
+def weights(rows):
+    return [row.weights.tolist() for row in rows]
+
+
+def test_a_token_weighs_in_the_first_row_through_it_that_trains_it():
+    assert weights(count_once(ROWS)) == BY_HAND
+    context = ROWS[0].replace(loss_weights=0)  # a row that has the answer as context only
+    assert weights(count_once([context, *ROWS[1:]]))[:2] == [[0] * 4, [0, 0, 1, 1, 0, 1]]
+    assert weights(count_once([row.replace(key=n) for n, row in enumerate(ROWS)])) == weights(ROWS)
+    assert count_once([]) == []
+
+
+def test_episodes_were_sampled_apart_and_rows_of_one_repeat_each_other():
+    episodes = ["a", "a", "b", "b", "a"]
+    rows = [row.replace(episode=one, group="g") for row, one in zip(ROWS, episodes)]
+    assert weights(count_once(rows)) == [BY_HAND[0], BY_HAND[1], [0, 0, 0.5, 0.5], [0, 0, 0, 1], BY_HAND[4]]
+
+
+def test_tokens_with_different_experts_are_different_tokens():
+    experts = np.zeros((4, 1, 1), int)
+    rows = [ROWS[0].replace(experts=experts), ROWS[3].replace(experts=experts), ROWS[3].replace(experts=experts + 1)]
+    assert weights(count_once([*rows, ROWS[0]])) == [[0, 0, 1, 1], [0] * 4, [0, 0, 1, 1], [0, 0, 1, 1]]
+    later = np.array([0, 0, 0, 1]).reshape(4, 1, 1)
+    assert weights(count_once([rows[0], rows[0].replace(experts=later)])) == [[0, 0, 1, 1], [0, 0, 0, 1]]
+
+
+rows_of_files = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), max_size=6), st.integers(0, 63), st.sampled_from([None, "a", "b"])),
+    max_size=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows_of_files)
+def test_the_weights_are_those_of_a_set_of_prefixes(drawn):
+    rows, seen, expected = [], set(), []
+    for ids, bits, episode in drawn:
+        mask = [(bits >> at) & 1 for at in range(len(ids))]
+        rows.append(tt.Trajectory(ids, loss_weights=mask, episode=episode))
+        names = [(episode, *ids[: at + 1]) for at in range(len(ids))]
+        expected.append([float(at > 0 and on and name not in seen) for at, (on, name) in enumerate(zip(mask, names))])
+        seen |= {name for at, (on, name) in enumerate(zip(mask, names)) if at > 0 and on}
+    assert weights(count_once(rows)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "returns"]
+)
+def test_facts_that_differ_at_a_shared_trained_token_are_an_error(name):
+    first, second = (ROWS[n].replace(**{name: np.full(len(ROWS[n]), -1.0)}) for n in (0, 1))
+    assert weights(count_once([first, second])) == BY_HAND[:2]
+    untrained = second.replace(**{name: np.array([7, 7, -1, -1, 7, 2.0])})
+    assert weights(count_once([first, untrained])) == BY_HAND[:2]
+    other = second.replace(**{name: np.array([0, 0, -1, -2, 0, 0.0])}, id="x")
+    with pytest.raises(DataError, match=rf"rows 0 and 1 \('x'\) both train token 3 .* the {name} -1 and -2; .*episode"):
+        count_once([first, other])
+    with pytest.raises(DataError, match=rf"token 2 of one path, with the {name} -1 and none"):
+        count_once([first, ROWS[1]])
+    assert weights(count_once([first.replace(episode="a"), other.replace(episode="b")])) == weights([first, other])
+
+
+def test_pairs_and_unknown_values_are_refused(write_rows):
+    with pytest.raises(DataError, match="row 1 is of a pair: pairs compare whole rows"):
+        count_once([ROWS[0], ROWS[1].replace(pair=3, chosen=True)])
+    with pytest.raises(ValueError, match="count='twice' is neither 'per trajectory' nor 'once'"):
+        tt.load(write_rows({"input_ids": [1, 2]}), count="twice")
+    with pytest.raises(ValueError, match="count='twice' is neither"):
+        tt.TreeArguments(output_dir="x", count="twice")
+    with pytest.raises(ValueError, match="count is 'once', but DPOLoss is no sum over tokens"):
+        run(small_model(), ROWS, loss="dpo", count="once")
+
+
+def test_load_and_from_messages_count_once_and_note_rewards_that_differ(write_rows, bytes_tokenizer):
+    records = [{"input_ids": row.ids.tolist(), "loss_weights": row.weights.tolist()} for row in ROWS]
+    assert weights(tt.load(write_rows(*records), count="once").trajectories) == BY_HAND
+    assert weights(tt.from_messages(records, count="once").trajectories) == BY_HAND
+    records[1]["reward"] = 1.0
+    notes = tt.load(write_rows(*records), count="once").notes
+    assert any(
+        "rows of different rewards; they count with the first row's (" in note and "line 2" in note for note in notes
+    ), notes
+    turns = [{"role": role, "content": role} for role in ("user", "assistant")]
+    options = {"tokenizer": bytes_tokenizer, "chat_template": "chatml"}
+    talks = [{"messages": turns}, {"messages": turns * 2}]
+    often, once = (tt.from_messages(talks, **options, count=count).trajectories for count in ("per trajectory", "once"))
+    sizes = [int(row.weights.sum()) for row in (*often, *once)]
+    assert sizes[1] == 2 * sizes[0] and sizes[2:] == [sizes[0], sizes[0]]
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize("loss", ["sft", "reinforce"])
+def test_a_step_is_that_of_weights_by_hand_and_of_the_linear_baseline(loss, budget):
+    model = make_model("qwen3", dtype=torch.float64)
+    rows = [row.replace(advantages=0.5) for row in ROWS]
+    by_hand = [row.replace(loss_weights=hand) for row, hand in zip(rows, BY_HAND)]
+    made = tt.losses.sft() if loss == "sft" else tt.losses.reinforce()
+
+    def step(batch, **options):
+        model.zero_grad()
+        with PureFloat64():
+            result = tt.TreeEngine(model, **options).forward_backward(batch, made)
+        return result.loss, linear.gradients(model)
+
+    with PureFloat64():
+        scores, _ = linear.score_rows(model, [row.ids.tolist() for row in rows])
+        factor = 1.0 if loss == "sft" else 0.5
+        total = sum((-torch.tensor(hand[1:]) * factor * score).sum() for hand, score in zip(BY_HAND, scores))
+        expected = total / sum(map(sum, BY_HAND))
+        gradient = linear.gradients(model, expected)
+    for batch in (count_once(rows), by_hand):
+        found, gradients = step(batch, budget=budget)
+        assert found == pytest.approx(expected.item(), rel=1e-12)
+        assert linear.relative_error(gradients, gradient) <= 1e-12
+    often, _ = step(rows, budget=budget)
+    assert often != pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_a_run_that_counts_once_is_the_run_on_weights_by_hand(tmp_path):
+    rows = [row.replace(group=n // 3) for n, row in enumerate(ROWS)]
+    by_hand = [row.replace(loss_weights=hand) for row, hand in zip(rows, BY_HAND)]
+    runs = [
+        run(small_model(), data, max_steps=4, count=count)
+        for data, count in ((rows, "once"), (by_hand, "per trajectory"))
+    ]
+    assert len(steps(runs[0])) == 4 and max(apart(*runs).values()) == 0
+    rows = [row.replace(group=0, reward=float(n)) for n, row in enumerate(ROWS)]
+    with pytest.raises(DataError, match="rows 0 and 1 both train token 2 of one path, with the advantages"):
+        run(small_model(), rows, loss="dapo", max_steps=1, count="once")
+    episodes = [
+        row.replace(episode="a" if n < 2 else n, reward=1.0 if n < 2 else row.reward) for n, row in enumerate(rows)
+    ]
+    assert len(steps(run(small_model(), episodes, loss="dapo", max_steps=1, count="once"))) == 1
