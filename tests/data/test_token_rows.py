@@ -70,7 +70,7 @@ def test_null_is_fine_where_nothing_is_trained():
     ("row", "message"),
     [
         ({"tokens": [1]}, "no `input_ids` in the row; it has 'tokens'"),
-        ({"input_ids": [1, "x"]}, "expected whole numbers"),
+        ({"input_ids": [1, "x"]}, "token ids are whole numbers"),
         ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries, but there are 2 token ids"),
         ({"input_ids": [1, 2], "logprobs": [-1]}, "logprobs has 1 entries, but there are 2 token ids.*entry 0"),
         ({"input_ids": [1, 2], "advantages": [1, 2, 3]}, "advantages has 3 entries, but there are 2 token ids"),
