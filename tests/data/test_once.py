@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 import treetrain as tt
 from support.models import make_model
 from support.tree_runs import apart, run, small_model, steps
+from treetrain.cli import main
 from treetrain.data.once import count_once
 from treetrain.errors import DataError
+from treetrain.inspection.report import trained_again
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 
@@ -112,6 +114,17 @@ def test_load_and_from_messages_count_once_and_note_rewards_that_differ(write_ro
     often, once = (tt.from_messages(talks, **options, count=count).trajectories for count in ("per trajectory", "once"))
     sizes = [int(row.weights.sum()) for row in (*often, *once)]
     assert sizes[1] == 2 * sizes[0] and sizes[2:] == [sizes[0], sizes[0]]
+
+
+def test_inspect_counts_the_trained_tokens_that_count_once_leaves_out(write_rows, capsys):
+    episodes = ["a", "a", "b", None, None]
+    for rows in (ROWS, [row.replace(episode=one) for row, one in zip(ROWS, episodes)]):
+        trained = [sum(np.count_nonzero(row.weights) for row in some) for some in (rows, count_once(rows))]
+        expected = trained[0] - trained[1]
+        assert trained_again(rows, tt.build_tree(rows)) == expected > 0
+    path = write_rows(*({"input_ids": row.ids.tolist(), "loss_weights": row.weights.tolist()} for row in ROWS))
+    assert main(["inspect", str(path)]) == 0
+    assert '5 repeat what an earlier row trains; count="once" trains each once' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("budget", [None, 3])

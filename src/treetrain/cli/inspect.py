@@ -159,11 +159,13 @@ def _print(inspection: "Inspection") -> None:
         first = inspection.batches[0]
         sampled = "" if first.measured == first.batches else f" (a sample of {first.measured:,} of {first.batches:,})"
         rows.append((f"  in batches of {first.size}", orders + sampled))
+    again = f'{inspection.trained_again:,} repeat what an earlier row trains; count="once" trains each once'
     rows += [
         ("longest path", f"{file.longest_path:,} tokens"),
         ("forks", f"{file.forks:,}, up to {file.max_out_degree} ways"),
         ("segments, leaves", f"{file.segments:,}, {file.leaves:,}"),
         ("trained tokens", f"{file.trained_flat:,} flat, {file.trained_unique:,} unique"),
+        *([("  trained again", again)] if inspection.trained_again else []),
         ("sharing saves", f"{file.saved_context:,} context and {file.saved_trained:,} trained tokens"),
     ]
     if groups:

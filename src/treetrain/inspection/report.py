@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from treetrain.data.columns import columns_of
+from treetrain.data.once import sampled_apart
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
@@ -110,6 +111,8 @@ class Inspection:
     """None if no row has a group."""
     longest_rows: float
     """FLOPs of the rows that no other row extends or repeats / FLOPs of all rows, each by itself."""
+    trained_again: int
+    """Trained tokens that repeat one that an earlier row trains; `count="once"` leaves them out."""
     batches: tuple[BatchSharing, ...]
     """Sharing within batches: grouped, in file order, shuffled; empty if all rows are one batch."""
     views: tuple[ViewCost, ...] = ()
@@ -159,6 +162,7 @@ class Inspection:
             "file": dataclasses.asdict(self.stats),
             "sampled": self.sampled,
             "groups": None if self.groups is None else dataclasses.asdict(self.groups),
+            "trained_again": self.trained_again,
             "baseline": dict(zip(("way", "flops_of_all_rows"), self.baseline())),
             "batches": [dataclasses.asdict(one) for one in self.batches],
             "views": [dataclasses.asdict(one) | {"flop_speedup": one.flop_speedup} for one in self.views],
@@ -200,9 +204,22 @@ def inspect_rows(
         stats=stats or tree_stats(tree, shape.counts),
         groups=sharing_within_groups(rows),
         longest_rows=_longest_rows(tree, shape.counts),
+        trained_again=trained_again(rows, tree),
         batches=sharing_in_batches(rows, tree, shape.counts, batch_size),
         diagnosis=diagnose(rows, shape.counts, tokenizer, tree=tree),
     )
+
+
+def trained_again(rows: Sequence[Trajectory], tree: TokenTree) -> int:
+    """Number of trained tokens of rows that repeat a sampled token which an earlier row trains (`data.once`).
+
+    Args:
+        rows: K rows.
+        tree: all of them as one batch.
+    """
+    apart = sampled_apart(rows)
+    uses, _ = (build_tree(rows, apart=apart) if apart.any() else tree).trained_edges()
+    return int(uses.sum() - np.count_nonzero(uses))
 
 
 def sharing_within_groups(rows: Sequence[Trajectory]) -> WithinGroups | None:
