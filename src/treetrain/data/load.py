@@ -234,7 +234,11 @@ def _detect(place: str, record: Record | DataError, format: str, map: Mapping[st
         raise DataError(f"{place}: {record}; the format is detected from this record: name it (format, --format)")
     record = _mapped(record, map or {}, Notes())
     for kind in FORMATS:
-        if found := kind.found_in(record):
+        try:
+            found = kind.found_in(record)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        if found:
             own = kind.name in ("tokens", "chat")
             return kind, "" if own else f"read as {kind.name}: the first record has {found}"
     raise DataError(f"{place}: cannot tell the format: {_described(record)}")
@@ -266,6 +270,7 @@ def _sessions(records: Records, session: Callable[[str, Record], Hashable]) -> R
         if isinstance(name, str) and name not in held:
             yield from ((where, {"records": found}) for where, found in held.values())
             held = {}
+        name = name if isinstance(name, str) else (repr(name),)
         held.setdefault(name, (place, []))[1].append(record)
     yield from ((where, {"records": found}) for where, found in held.values())
 
@@ -441,16 +446,18 @@ class _Reading:
 
     def convert(self, record: Record) -> list[Record]:
         """The rows of a record. A record can hold anything, so every error of a reader becomes a DataError."""
-        said, tracked = self.notes.total, TrackedRecord(record)
+        said = self.notes.total
+        # Rows of these formats are the record, whose keys are checked there.
+        tracked = None if self.kind.name in ("tokens", "chat") else TrackedRecord(record)
         try:
-            rows = list(self.kind.convert(tracked, self.notes))
+            rows = list(self.kind.convert(record if tracked is None else tracked, self.notes))
         except DataError:
             raise
         except Exception as error:  # readers may be the user's own
             raise DataError(
                 f"the record is not as format {self.kind.name} has them ({type(error).__name__}: {shortened(error)})"
             ) from error
-        if not any(row is tracked for row in rows):
+        if tracked is not None and not any(row is tracked for row in rows):
             self.notes.unused_keys(record, tracked.read)
         if not rows and self.notes.total == said:
             self.notes.add("the record has no rows")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treetrain.data.records import Notes, Record, Tools, first_of, look_up, parse_json, parsed
+from treetrain.data.records import Notes, Record, Tools, first_of, first_path, look_up, parse_json, parsed
 from treetrain.errors import DataError, quoted
 
 Message = dict[str, Any]
@@ -134,11 +134,14 @@ def unwrapped(message: Record) -> dict[str, Any]:
     content = first_of(message, "kwargs", "data")
     content = content if isinstance(content, Mapping) and "role" not in message else message
     kind = content.get("type") or message.get("type")
-    if isinstance(message.get("id"), list) and kind in (None, "constructor"):  # serialised: the path of its class
+    if (
+        isinstance(message.get("id"), list) and message["id"] and kind in (None, "constructor")
+    ):  # serialised: the path of its class
         kind = message["id"][-1]
     if "role" in content or not isinstance(kind, str) or kind not in LANGCHAIN_ROLES or "content" not in content:
         return dict(content if content.get("role") else message)
-    extra, about = (content.get(name) or {} for name in ("additional_kwargs", "response_metadata"))
+    extra, about = (look_up(content, name) for name in ("additional_kwargs", "response_metadata"))
+    extra, about = (one if isinstance(one, Mapping) else {} for one in (extra, about))
     made = {name: content[name] for name in ("content", "tool_call_id", "name") if content.get(name) is not None}
     made |= {"role": LANGCHAIN_ROLES[kind], "finish_reason": first_of(about, *FINISH_KEYS)}
     made["tool_calls"] = content.get("tool_calls") or extra.get("tool_calls")
@@ -247,12 +250,11 @@ def clean_tools(tools: Any) -> Tools:
             raise DataError(f"`tools` is no JSON list of tool schemas ({error})") from error
     if not tools:
         return None
+    if isinstance(tools, Sequence) and len(tools) == 1:  # Gemini's
+        tools = first_path(tools, "0.functionDeclarations", "0.function_declarations") or tools
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"`tools` is {quoted(tools)}, expected a list of JSON schemas")
-    flat = [
-        one for tool in tools for one in (first_of(tool, "functionDeclarations", "function_declarations") or [tool])
-    ]
-    return [_clean_tool(tool) for tool in flat]
+    return [_clean_tool(tool) for tool in tools]
 
 
 def _clean_tool(tool: Record) -> dict[str, Any]:

@@ -228,7 +228,9 @@ def checked_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
         return np.zeros(0, np.int32)
     if array.dtype.kind not in "iu":
         given = ids if isinstance(ids, list | tuple) else array.tolist()
-        wrong = next(each for each in given if not isinstance(each, int | np.integer) or isinstance(each, bool))
+        wrong = next((each for each in given if not isinstance(each, int | np.integer) or isinstance(each, bool)), None)
+        if wrong is None:  # more than 64 bits
+            raise DataError(f"ids hold {quoted(max(map(str, given), key=len))}; token ids are 0 to {MAX_TOKEN_ID}")
         raise DataError(f"ids hold {quoted(wrong)}, a {type(wrong).__name__}; token ids are whole numbers")
     if array.min() < 0 or (array.dtype != np.int32 and array.max() > MAX_TOKEN_ID):
         at = int(((array < 0) | (array > MAX_TOKEN_ID)).argmax())
