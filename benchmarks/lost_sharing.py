@@ -229,7 +229,8 @@ def cut(row: tt.Trajectory) -> tt.Trajectory:
 
 
 def front(row: tt.Trajectory) -> tt.Trajectory:
-    return row.replace(ids=[151_643, *row.ids], loss_weights=[0, *row.weights])
+    """With a token in front that is no padding."""
+    return row.replace(ids=[151_646, *row.ids], loss_weights=[0, *row.weights])
 
 
 def padded(rows: Rows, token: int) -> Rows:
