@@ -261,7 +261,7 @@ def main() -> None:
         found = diagnose(made, COUNTS, planting.tokenizer, tree=tree)
         rows_flops = COUNTS.flops(*linear_work(tree))
         wanted = {planting.cause[name] for name in planted}
-        first = {}
+        first: dict[str, Any] = {"first_predicted": "", "first_measured": ""}
         if len(wanted) == 2 and found.causes:
             repaired = [name for name in planted if planting.cause[name] == found.causes[0].cause]
             alone = tt.build_tree(planting.rows(planted, tuple(repaired)))
