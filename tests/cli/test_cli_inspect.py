@@ -1,5 +1,6 @@
 """`treetrain inspect`: figures against brute force, and no torch."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from treetrain.cli.inspect import Progress
 from treetrain.data.load import load
 from treetrain.engine.costs import count_named
 from treetrain.models.loading import load_tokenizer
@@ -221,3 +223,38 @@ def test_options_of_reading_reach_the_reader_and_skipped_records_are_listed(tree
     assert any("1 of 3 records are skipped" in note for note in report["notes"])
     assert (tmp_path / "treetrain-skipped.txt").read_text().startswith("rows.jsonl line 2: broken JSON")
     assert "--map: 'reward' is not KEY=PATH" in treetrain("inspect", "rows.jsonl", "--map", "reward").err
+
+
+def test_progress_is_a_share_of_the_bytes_with_the_time_left_and_lines_where_there_is_no_terminal(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(b"x" * 1000)
+    now = [100.0]
+    monkeypatch.setattr("treetrain.cli.inspect.time.monotonic", lambda: now[0])
+    shown: list[str] = []
+    bar, lines = Progress([str(tmp_path)], shown.append), Progress([str(tmp_path)], None)
+    with open(tmp_path / "b.jsonl", "rb", buffering=0) as file:
+        file.read(500)
+        for now[0] in (104.0, 109.0, 112.0):
+            bar(7), lines(7)
+        said = "reading: 7 rows, 75%, about 4 s left"
+        assert bar.share() == (0.75 if Path("/proc/self/fdinfo").exists() else 0)
+    if bar.sizes and Path("/proc/self/fdinfo").exists():
+        assert shown[-1] == said and capsys.readouterr().err == said + "\n"  # at 112, ten seconds after the start
+
+
+def test_tables_fit_80_columns() -> None:
+    from rich.console import Console
+
+    from treetrain.cli.inspect import views_table
+    from treetrain.inspection.report import ViewCost
+
+    figures = {"rows": 12_642, "flat": 13_606_277, "unique": 1_186_865, "trained": 148_607}
+    costs = {"linear_flops": 1.7e17, "tree_flops": 9.9e15}
+    view = ViewCost(view="transcript", template="chatml", **figures, **costs)
+    out = Console(width=80, record=True, file=io.StringIO())
+    out.print(views_table((view,)))
+    text = out.export_text()
+    assert "transcript chatml" in text and "13.61M" in text and "17.17x" in text
+    assert all(len(line) <= 80 for line in text.splitlines())

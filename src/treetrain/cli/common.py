@@ -284,7 +284,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     from rich.markup import escape
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), show_edge=False)
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:

@@ -1,8 +1,13 @@
 """`treetrain inspect`: how much the rows of a file share. Needs torch only where --model names a model."""
 
+import contextlib
 import dataclasses
+import os
+import sys
+import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treetrain.cli.common import (
@@ -20,6 +25,7 @@ from treetrain.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
 
     from treetrain.data.trajectory import Trajectory
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
     from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
+EVERY = 10
+"""Seconds between lines of progress where there is no terminal."""
 COMPARED = 50
 """Conversations that are read again to compare views."""
 
@@ -64,13 +72,9 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.tree.stats import tree_stats
 
     shape = find_shape(options.model, options.shape)
-    with console(stderr=True).status("reading") as status:
-
-        def progress(rows: int) -> None:
-            if rows % 1024 == 0:
-                status.update(f"reading: {rows:,} rows")
-
-        sampler = Sampler(progress=progress)
+    out = console(stderr=True)
+    with out.status("reading") as status:
+        sampler = Sampler(progress=Progress(options.files, status.update if out.is_terminal else None))
         found = read(options, collect=sampler)
         rows, stats = found.rows, None
         if found.tree is not None:
@@ -109,6 +113,42 @@ def run(argv: Sequence[str]) -> int:
     else:
         _print(inspection)
     return 0
+
+
+class Progress:
+    """Says how many rows are read, which share of the files that is, and how long the rest takes.
+
+    Args:
+        files: files and folders.
+        show: shows a text in place of the one before; None prints a line on stderr every ten seconds.
+    """
+
+    def __init__(self, files: Sequence[str], show: Callable[[str], None] | None) -> None:
+        self.show, self.start = show, time.monotonic()
+        self.next = self.start if show else self.start + EVERY
+        found = [one for file in files for one in (sorted(Path(file).rglob("*")) if Path(file).is_dir() else [file])]
+        self.sizes = {os.path.realpath(one): os.path.getsize(one) for one in found if os.path.isfile(one)}
+
+    def __call__(self, rows: int) -> None:
+        """Called with the number of rows so far."""
+        now = time.monotonic()
+        if now < self.next:
+            return
+        self.next = now + (0.2 if self.show else EVERY)
+        share, seconds = self.share(), now - self.start
+        left = f", {share:.0%}, about {seconds / share - seconds:,.0f} s left" if share and seconds > 1 else ""
+        (self.show or (lambda text: print(text, file=sys.stderr, flush=True)))(f"reading: {rows:,} rows{left}")
+
+    def share(self) -> float:
+        """The share of the files' bytes that is read; 0 where the system does not say, as outside Linux."""
+        paths, best = list(self.sizes), 0
+        for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fdinfo") else []:
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                path = os.path.realpath(f"/proc/self/fd/{number}")
+                if path in self.sizes:
+                    place = int(Path(f"/proc/self/fdinfo/{number}").read_text().split()[1])
+                    best = max(best, sum(self.sizes[one] for one in paths[: paths.index(path)]) + place)
+        return min(best / max(sum(self.sizes.values()), 1), 1.0)
 
 
 def _views(options: Namespace, found: "ReadRows", shape: "Shape") -> "tuple[ViewCost, ...]":
@@ -175,26 +215,32 @@ def _print(inspection: "Inspection") -> None:
     if inspection.stats.unique:
         out.print(_picture(inspection))
     if len({one.flat for one in inspection.views if one.template == "chatml"}) > 1:  # several calls in a conversation
-        cheapest = min(one.linear_flops for one in inspection.views)
-        counted = ["rows", "flat", "unique", "trained"]
-        columns = ["view", "template", *counted, "TFLOPs by rows", "as a tree", "speed-up", "over cheapest rows"]
-        cells = [
-            [
-                one.view,
-                one.template,
-                *(f"{getattr(one, name):,}" for name in counted),
-                *(f"{flops / 1e12:,.0f}" for flops in (one.linear_flops, one.tree_flops)),
-                *(f"{flops / one.tree_flops:.2f}x" if flops else "" for flops in (one.linear_flops, cheapest)),
-            ]
-            for one in inspection.views
-        ]
-        title = f"\nthe same conversations in both views (at most the first {COMPARED})"
-        out.print(table(columns, cells, title=title))
+        out.print(views_table(inspection.views))
     out.print(f"\nwhy not more: {inspection.diagnosis.explain()}", markup=False, soft_wrap=True)
     if inspection.plan is not None:
         told = f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{inspection.plan.explain()}"
         out.print(told, markup=False, soft_wrap=True)
     out.print(f"\n{inspection.verdict()}", markup=False, soft_wrap=True)
+
+
+def views_table(views: "Sequence[ViewCost]") -> "Table":
+    """Both views of the same conversations, in at most 80 columns."""
+    cheapest = min(one.linear_flops for one in views)
+    columns = ["view and template", "rows", "flat", "unique", "trained", "FLOPs", "as a tree", "gain"]
+    cells = [
+        [
+            f"{one.view} {one.template}",
+            f"{one.rows:,}",
+            *(f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count:,}" for count in (one.flat, one.unique, one.trained)),
+            *(f"{flops:.2g}" for flops in (one.linear_flops, one.tree_flops)),
+            f"{cheapest / one.tree_flops:.2f}x" if one.tree_flops else "",
+        ]
+        for one in views
+    ]
+    title = (
+        f"\nthe same conversations in both views (at most the first {COMPARED}),\nand the gain over the cheapest rows"
+    )
+    return table(columns, cells, title=title)
 
 
 def _picture(inspection: "Inspection") -> "Text":

@@ -118,17 +118,15 @@ def _print(
 ) -> None:
     out = console()
     out.print(pairs(facts))
-    names = ["data", "context", "tensor", "expert", "weights over", "parts"]
-    names += ["step, s", "work, s", "waiting, s", "links", "memory"]
+    names = ["data", "con-\ntext", "ten-\nsor", "ex-\npert", "weights\nover", "parts"]
+    names += ["step,\ns", "work,\ns", "waiting,\ns", "links", "memory,\nGB"]
     lines = []
     for one in found[:SHOWN]:
         split = one.split
         over = f"{split.shards:,}" + f" x {split.copies:,}" * (split.copies > 1)
         times = (f"{x:.3g}" for x in (one.step_seconds, one.work_seconds, one.waiting_seconds))
         sizes = (f"{split.data:,}", *map(str, (split.context, split.tensor, split.expert)))
-        lines.append(
-            (*sizes, over, f"{one.parts:,}", *times, f"{one.link_share:.1%}", f"{one.peak_bytes / 1e9:,.1f} GB")
-        )
+        lines.append((*sizes, over, f"{one.parts:,}", *times, f"{one.link_share:.1%}", f"{one.peak_bytes / 1e9:,.1f}"))
     told = [k for k in range(len(names)) if k not in (1, 2, 3, 8) or {line[k] for line in lines} - {"1", "0"}]
     names, lines = [names[k] for k in told], [[line[k] for k in told] for line in lines]
     if lines:
