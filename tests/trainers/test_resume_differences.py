@@ -134,6 +134,7 @@ def test_the_loss_and_the_rows_of_a_tree_trainer_are_compared(tmp_path) -> None:
         trainer.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_another_base_model_under_an_adapter_is_refused(tmp_path) -> None:
     peft = pytest.importorskip("peft")
 
@@ -230,6 +231,7 @@ def test_files_that_are_signed_but_make_no_sense_are_one_line(name: str, copied)
     assert "\n" not in str(told.value) and len(str(told.value)) <= 500
 
 
+@pytest.mark.slow
 def test_a_pickle_that_would_run_code_is_not_run(copied, tmp_path) -> None:
     class Runs:
         def __reduce__(self) -> Any:
