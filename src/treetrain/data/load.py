@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import os
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -248,7 +247,7 @@ def _described(record: Record) -> str:
     """The keys of a record, and how it might be read."""
     keys = list(dict.fromkeys(key_paths(record)))
     parts = {part for path in keys for part in path.split(".")}
-    near = [kind.name for kind in FORMATS if not parts.isdisjoint(re.split(r"[ .`|]+", kind.keys))]
+    near = [kind.name for kind in FORMATS if kind.comes_near(parts)]
     path = messages_path(record) or "..."
     names = f" (--format; near: {', '.join(near)})" if near else " (--format, see docs/data.md)"
     return (

@@ -7,6 +7,7 @@ adds file and line to every error.
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -103,6 +104,13 @@ class Format:
     session: Callable[[str, Record], Hashable] | None = None
     """For logs of events: the session that a record belongs to, from its place and content. The records of a session
     are converted together, as `records` of one record. None: the record stands alone."""
+
+    def comes_near(self, names: set[str]) -> bool:
+        """Whether a record with these keys has two thirds of those that this format is recognised by."""
+        if self.matches is not None:
+            return not names.isdisjoint(re.findall(r"`(\w+)`", self.keys))
+        ways = ([key.split(".")[-1] for key in keys.split()] for keys in self.keys.split("|"))
+        return any(3 * len(set(keys) - names) <= len(keys) for keys in ways)
 
     def found_in(self, record: Record) -> str | None:
         """The keys that a record is recognised by, in words; None if it is not of this format."""
