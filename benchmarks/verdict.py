@@ -2,7 +2,7 @@
 
 Run: python benchmarks/verdict.py [workload ...] [--repeats 3]
 
-Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the first third of the rows of
+Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the first sixth of the rows of
 each workload (benchmarks/workloads.py); a fresh process per workload. Measured is the time of the rows that no other
 row extends, each by itself (the fastest of `bench`'s baselines), over that of the trees of all batches, in turns. Rows
 are appended to results/verdict.csv.
@@ -45,7 +45,7 @@ def measure(name: str, repeats: int) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows.keep_memory()
     model, trajectories = small_model(), load_workload(name)
-    trajectories = trajectories[: len(trajectories) // 3]
+    trajectories = trajectories[: 21 if name.startswith("tau") else len(trajectories) // 6]
     shape = Shape(counts=cost_of(model).counts, name="7M", assumed=False)
     tree = tt.build_tree(trajectories)
     linear_rows = cheapest_rows(tree)

@@ -509,10 +509,18 @@ class _Search:
         if shared >= second.size:
             # Another answer to the same prompt.
             return _Link(row, partner, [], second.size, second.size) if certain else None
-        found = align(first, second, to_end=True)
         answer = self.trained[partner]
-        again = int(answer[: found.first_end].sum())
-        again -= sum(int(answer[gap.first_start : gap.first_stop].sum()) for gap in found.gaps)
+
+        def reappearing(found: Alignment) -> int:
+            inside = (answer[gap.first_start : gap.first_stop].sum() for gap in found.gaps)
+            return int(answer[: found.first_end].sum() - sum(inside))
+
+        # The last message of the row is new, unless this is another answer to a prompt that was changed.
+        ends = np.flatnonzero(np.isin(second, self.turn_ends))
+        found = align(first, second[: ends[-2] + 1] if ends.size > 1 else second, to_end=True)
+        if (again := reappearing(found)) < ANSWER:
+            found = align(first, second, to_end=True)
+            again = reappearing(found)
         context = self.context[partner]
         reappears = again >= min(ANSWER, int(answer.sum()))
         if certain:
