@@ -6,12 +6,15 @@ customisation saw, and weights must be equal.
 
 import copy
 import io
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trainer_runs as runs
 from trainer_runs import BUILDERS, Run, difference, train
 from transformers import TrainerCallback
@@ -94,6 +97,20 @@ def skips(which):
     return customise
 
 
+def skips_the_backward(which):
+    def customise(*bases):
+        class Custom(*bases):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+                if self.number % 4 != which:
+                    self.accelerator.backward(loss)
+                return loss.detach()
+
+        return Custom
+
+    return customise
+
+
 def repeats(*bases):
     class Custom(*bases):
         def training_step(self, model, inputs, num_items_in_batch=None):
@@ -161,7 +178,7 @@ def add_noise(trainer):
 
 def replace(trainer):
     for p in trainer.model.parameters():
-        p.grad = p.grad.sign() * 0.01
+        p.grad = 0.5 * p.grad
 
 
 def zero_every_second(set_to_none, some=False):
@@ -310,6 +327,7 @@ CUSTOMISATIONS: dict[str, Callable[..., Any]] = {
     "step: two backwards": runs_backward_twice,
     "step: penalty apart": has_a_penalty_of_its_own_backward,
     **{f"step: skips {k}": skips(k) for k in range(4)},
+    "step: skips a backward": skips_the_backward(3),
     "step: repeats": repeats,
     "step: calls itself": calls_itself,
     "step: divides": divides_the_batch,
@@ -362,7 +380,7 @@ def run(name: str, folder: Any, patch: Any, *, form: str, kind: str = "sft", ste
     """Train a customised trainer; `form` is how it shares prefixes: by the call, the mixin, or not at all."""
     plain = {"sft": SFTTrainer, "dpo": DPOTrainer}[kind]
     bases = (tt.SharePrefixesMixin, Seen, plain) if form == "mixin" else (Seen, plain)
-    patch.setattr(runs, plain.__name__, CUSTOMISATIONS[name](*bases))
+    patch.setattr(runs, plain.__name__, ON_RANKS[name](*bases))
     settings = {**ACCUMULATED, "train_sampling_strategy": "sequential", **settings}
     return train(BUILDERS[kind], folder, shared=form == "call", steps=steps, **settings)
 
@@ -376,7 +394,7 @@ def assert_same(shared: Run, plain: Run) -> None:
 
 def compare(name: str, folder: Any, patch: Any, *, form: str = "call", **settings: Any) -> None:
     shared, plain = (run(name, folder, patch, form=each, **settings) for each in (form, "none"))
-    assert shared.trainer.prefix_sharing._trees > 0
+    assert shared.trainer.prefix_sharing.gains.line
     assert_same(shared, plain)
 
 
@@ -482,3 +500,114 @@ def test_copies_and_pickles_of_the_model_are_whole(kind, settings, tmp_path):
             for p in whole.parameters():
                 p.zero_()
         assert not whole(input_ids=ids).logits.any()
+
+
+# ---- two processes
+
+
+def only_on(rank: int, customise: Any) -> Any:
+    """A customisation that one rank alone has."""
+    return lambda *bases: customise(*bases) if dist.get_rank() == rank else type("Custom", bases, {})
+
+
+def replaces_training_step_on_the_object(*bases):
+    class Custom(*bases):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            own = super().training_step
+            vars(self)["training_step"] = lambda *args, **kwargs: own(*args, **kwargs)
+
+    return Custom
+
+
+ON_RANKS = {
+    **CUSTOMISATIONS,
+    "rank 1 skips 3": only_on(1, skips_the_backward(3)),
+    "rank 1 skips 0": only_on(1, skips_the_backward(0)),
+    "rank 0 reads": only_on(0, after_each(lambda trainer: norm(trainer))),
+    "rank 0 fails": only_on(0, catches("loss")),
+    "step: on the object": replaces_training_step_on_the_object,
+}
+
+
+def on_ranks(group: Any, name: str, folder: str, form: str, steps: int, kind: str) -> dict[str, Any]:
+    """Train on these processes; logs, what was seen, and weights."""
+    import datasets
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    datasets.disable_progress_bars()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        found = run(name, Path(folder), patch, form=form, kind=kind, steps=steps, ddp_backend="gloo")
+    assert found.trainer.accelerator.num_processes == size
+    seen = vars(found.trainer).get("seen", [])
+    return {"logs": found.logs, "weights": {k: v.tolist() for k, v in found.updates.items()}, "seen": seen}
+
+
+def of_ranks(two: Any, name: str, folder: Any, form: str, steps: int = 2, kind: str = "sft") -> dict[str, Any]:
+    """What the ranks found; they must hold the same weights."""
+    ranks = two.run(on_ranks, name, str(folder), form, steps, kind, timeout=400)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    return ranks[0]
+
+
+def check_ranks(two: Any, name: str, folder: Any, form: str, **options: Any) -> None:
+    """Compare two processes with shared prefixes to two without."""
+    shared, plain = (of_ranks(two, name, folder, each, **options) for each in (form, "none"))
+    runs_ = [
+        Run(r["logs"], *2 * [{k: torch.tensor(v) for k, v in r["weights"].items()}], None) for r in (shared, plain)
+    ]
+    found = difference(*runs_)
+    assert max(found.metrics, found.updates) <= BOUND_OF_UPDATES, found
+    assert shared["seen"] == pytest.approx(plain["seen"], rel=1e-4, abs=1e-6)
+
+
+def assert_like_one_process(two: Any, name: str, folder: Any, patch: Any, form: str) -> None:
+    """Two processes with shared prefixes learn what one learns without, whose micro-batches are twice as large.
+
+    DistributedDataParallel itself cannot: it averages gradients in the backward that was skipped.
+    """
+    found = of_ranks(two, name, folder, form)
+    plain = run(name, folder, patch, form="none", per_device_train_batch_size=4)
+    for key, update in plain.updates.items():
+        torch.testing.assert_close(torch.tensor(found["weights"][key]), update, rtol=1e-3, atol=1e-6)
+    norms = [[logs["grad_norm"] for logs in logs_ if "grad_norm" in logs] for logs_ in (found["logs"], plain.logs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_two_processes_read_averaged_gradients(two, tmp_path):
+    check_ranks(two, "step: clips", tmp_path, "call")
+
+
+def test_two_processes_average_all_gradients_of_a_loss_of_its_own(two, tmp_path):
+    check_ranks(two, "loss: logits too", tmp_path, "mixin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["call", "mixin"])
+def test_two_processes_average_gradients_if_the_last_micro_batch_is_skipped(form, two, tmp_path, monkeypatch):
+    assert_like_one_process(two, "step: skips 3", tmp_path, monkeypatch, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank 1 skips 3", "rank 1 skips 0", "rank 0 fails", "step: on the object"])
+def test_ranks_whose_steps_differ_stay_together(name, two, tmp_path):
+    of_ranks(two, name, tmp_path, "call")
+
+
+UNLIKE_DDP = (
+    *("step: skips 3", "step: skips a backward", "step: penalty apart", "step: repeats", "step: divides"),
+    *("step: two backwards", "step: steps by hand", "loss: backward within"),
+)
+"""Customisations under which DistributedDataParallel fails, or averages gradients too early."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in [*CUSTOMISATIONS, "rank 0 reads"] if name not in UNLIKE_DDP and "step_begin" not in name]
+)
+def test_every_customised_trainer_learns_the_same_in_two_processes(name, two, tmp_path):
+    check_ranks(two, name, tmp_path, "call")

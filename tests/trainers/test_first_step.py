@@ -200,7 +200,7 @@ def test_what_is_exact_passes(kind, tmp_path):
         trainer = check(model, tmp_path, {**batch_of(IDS), **extra})
         assert all(bool((p.grad == 3).all()) for p in model.parameters())  # of earlier micro-batches
         model.forward = model.forward.__wrapped__
-    assert trainer.prefix_sharing._logged_once["tree/gradient_difference"] > 0
+    assert trainer.prefix_sharing.gains.once["tree/gradient_difference"] > 0
 
 
 def test_a_batch_that_predicts_nothing_leaves_the_check_to_the_next(tmp_path):

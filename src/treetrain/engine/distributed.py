@@ -216,7 +216,9 @@ class Ranks:
             dist.all_reduce(flat, group=self.group)
             flat /= self.size
             for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
-                p.grad = part.view_as(p).to(p.dtype, copy=True)
+                if p.grad is None:
+                    p.grad = torch.empty_like(p, requires_grad=False)
+                p.grad.detach().copy_(part.view_as(p))  # in place, for whoever holds the tensor
 
 
 CALL = "make the same calls with the same settings (their rows alone may differ)"

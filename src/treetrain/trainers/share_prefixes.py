@@ -10,10 +10,8 @@ copied.
 
 import functools
 import inspect
-import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 
-from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.executor import gradients_aside
@@ -38,7 +35,7 @@ from treetrain.planning.make import Bytes
 from treetrain.trainers.batches import TREE_INDEX, Rows, model_inputs, rows_of, tree_of
 from treetrain.trainers.checkpoints import replaced
 from treetrain.trainers.first_step import Seam, Shared, compare_with_plain
-from treetrain.tree.stats import linear_work, tree_work
+from treetrain.trainers.gains import Gains
 from treetrain.tree.token_tree import TokenTree
 
 T = TypeVar("T", bound=Trainer)
@@ -146,7 +143,7 @@ class SharesPrefixes:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add overlap, counts and speed-ups since the last logs to the logs of training steps."""
         if "loss" in logs:
-            logs.update(self.prefix_sharing.take_logs())
+            logs.update(self.prefix_sharing.gains.take_logs())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -192,13 +189,7 @@ class PrefixSharing:
         self.in_loss = self.logits_wanted = False
         self._engines: dict[tuple[int, float], TreeEngine] = {}
         self._averaged: list[Any] = []  # the gradients that were averaged over the processes last
-        self._counts: Counter[str] = Counter()  # sums since the last logs
-        self._logged_once: dict[str, float] = {}
-        self._logged: set[str] = set()  # names that were logged once
-        self._kept_logs: dict[str, float] = {}  # of a stopped run, to be logged once
-        self._trees = 0
-        self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
-        self._timed: tuple[Scored, float, float] | None = None  # scores, start, seconds of the plain path (predicted)
+        self.gains = Gains(trainer)
         if getattr(self.model.config, "_attn_implementation", None) == ASYNC_GRPO_ATTENTION:
             self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
         models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
@@ -240,6 +231,8 @@ class PrefixSharing:
         last = self.trainer.accelerator.sync_gradients
         self.settle(everything=last, average=last)
         self.steps.end_micro_batch(last=last)
+        if last:
+            self.gains.end_step()
 
     def settle(self, *, everything: bool = True, average: bool | None = None) -> None:
         """Run gradients that wait through their trees.
@@ -252,9 +245,7 @@ class PrefixSharing:
 
         def run() -> tuple[None, None]:
             for scored in self.steps.settle(everything=everything):
-                if self._timed is not None and scored is self._timed[0]:
-                    _, started, plain_seconds = self._timed
-                    self._logged_once["tree/measured_speedup"] = plain_seconds / (self._now() - started)
+                self.gains.add_backward(scored)
             return None, None
 
         engine = self._engine(self.wrapped, self._head)
@@ -296,6 +287,8 @@ class PrefixSharing:
         """The result of a call of the model's forward: from a tree if it asks for scores, else its own."""
         gradients = torch.is_grad_enabled()
         if not self._answers(args, kwargs):
+            if self.in_loss and gradients and not args and RUN_KEYWORD not in kwargs:
+                self.gains.add_call(kwargs)
             return plain(*args, **kwargs)
         unknown = sorted(key for key, value in kwargs.items() if key not in UNDERSTOOD and value is not None)
         if unknown and not gradients:
@@ -338,7 +331,7 @@ class PrefixSharing:
             return found, bool(found[0])
 
         ranks = self._engine(self.wrapped if model is self.model else model, head).ranks
-        (self._logged_once, self._plain_rate), compared = ranks.agree("the comparison in the first step", compare)
+        (self.gains.once, self.gains.plain_rate), compared = ranks.agree("the comparison in the first step", compare)
         self.check = not any(compared)  # compare the next batch if this one predicts nothing on any rank
 
     def _run(self, engine: TreeEngine, head: FusedHead, tree: TokenTree, masks: list[Any]) -> Scored:
@@ -363,12 +356,11 @@ class PrefixSharing:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
 
         def run(tree: TokenTree, masks: list[Any]) -> Scored:
-            self._trees += training
-            started = self._now() if training and self._trees == 2 else None  # the first tree also warms up
+            started = self.gains.now() if training else 0.0
             scored = self._run(engine, head, tree, masks)
             if training:
                 scored.deferral.settle = _weakly(self.settle)
-                self._count(scored, tree, engine, started)
+                self.gains.add(scored, tree, engine.model, started)
             return scored
 
         # A model with another adapter, with adapters disabled, or with other weights counts as another model.
@@ -416,48 +408,13 @@ class PrefixSharing:
             aux_loss=aux,
         )
 
-    # ---- Logs ----
-
-    def _count(self, scored: Scored, tree: TokenTree, engine: TreeEngine, started: float | None) -> None:
-        """Add a tree to the counts; if `started` is given, its backward measures the speed-up."""
-        self._counts.update(
-            {"flat": scored.flat_tokens, "unique": scored.unique_tokens, "parts": scored.parts, "batches": 1}
-        )
-        if (cost := cost_if_countable(engine.model)) is not None:
-            row_flops, tree_flops = (
-                cost.counts.flops(*work(tree, cost.counts.attention_ranges)) for work in (linear_work, tree_work)
-            )
-            self._counts.update({"row_flops": row_flops, "tree_flops": tree_flops})
-            if started is not None and self._plain_rate is not None:
-                self._timed = scored, started, row_flops / self._plain_rate
-
-    def _now(self) -> float:
-        if self.trainer.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def state_dict(self) -> dict[str, Any]:
         """What the next logs depend on; the checkpoints of `SafeCheckpointsMixin` keep it."""
-        once, logged = self._logged_once | self._kept_logs, sorted(self._logged)
-        return {"counts": dict(self._counts), "once": once, "logged": logged, "trees": self._trees}
+        return self.gains.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the logs of a stopped run."""
-        self._counts, self._kept_logs = Counter(state["counts"]), dict(state["once"])
-        self._logged, self._trees = set(state["logged"]), state["trees"]
-
-    def take_logs(self) -> dict[str, float]:
-        """Return counts of what this process has shared since the last call, and reset them."""
-        counts, self._counts = self._counts, Counter()
-        once, self._logged_once = self._logged_once | self._kept_logs, {}
-        logs = {name: value for name, value in once.items() if name not in self._logged}
-        self._logged |= logs.keys()
-        if counts["batches"]:
-            logs["tree/overlap"] = 1 - counts["unique"] / max(counts["flat"], 1)
-            logs["tree/parts"] = counts["parts"] / counts["batches"]
-        if counts["tree_flops"]:
-            logs["tree/ideal_speedup"] = counts["row_flops"] / counts["tree_flops"]
-        return logs
+        self.gains.load_state_dict(state)
 
 
 class TreeForward:

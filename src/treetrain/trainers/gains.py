@@ -1,0 +1,173 @@
+"""What shared prefixes gain in a trainer: numbers for logs, a line after the first steps, what would gain more."""
+
+import time
+import warnings
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treetrain.data.trajectory import common_prefix
+from treetrain.engine.costs import cost_if_countable
+from treetrain.engine.score import Scored
+from treetrain.trainers.batches import rows_of
+from treetrain.trainers.groups import group_rows
+from treetrain.tree.build import build_tree
+from treetrain.tree.stats import linear_work, tree_work
+from treetrain.tree.token_tree import TokenTree
+
+STEPS = 3
+"""Optimizer steps before the line and the warning."""
+LITTLE = 0.1
+"""Gains below this share of the tokens are not worth a warning."""
+LOOKED_AT = 4096
+"""Rows of the training data that are looked at for prefixes that a step could share."""
+MOST_KEPT = 1 << 20
+"""Tokens of calls without a tree that are kept until the warning."""
+
+
+class Gains:
+    """Counts what this process computes and what it would compute without trees."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._counts: Counter[str] = Counter()  # since the last logs
+        self._first: Counter[str] = Counter()  # of the first steps
+        self._untreed: list[np.ndarray] = []  # rows of calls that no tree answered
+        self._steps = self._trees = 0
+        self._timed: tuple[Scored, float, float] | None = None  # scores, start, seconds of the plain path (predicted)
+        self._measured: float | None = None
+        self._logged: set[str] = set()  # names that were logged once
+        self._kept: dict[str, float] = {}  # numbers of a stopped run, to be logged once
+        self.once: dict[str, float] = {}
+        """Numbers that are logged once."""
+        self.plain_rate: float | None = None
+        """FLOP/s of the plain forward and backward over a few rows; None if that is not known."""
+
+    def now(self) -> float:
+        """The time when the device has done what was asked of it."""
+        if self._trainer.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def add(self, scored: Scored, tree: TokenTree, model: nn.Module, started: float) -> None:
+        """Count a tree that is trained; the backward of the second ends a measurement, as the first also warms up."""
+        self._trees += 1
+        counts: dict[str, Any] = {
+            "flat": scored.flat_tokens,
+            "unique": scored.unique_tokens,
+            "computed": scored.computed_tokens,
+            "parts": scored.parts,
+            "trees": 1,
+        }
+        if (cost := cost_if_countable(model)) is not None:
+            for name, work in (("row_flops", linear_work), ("tree_flops", tree_work)):
+                counts[name] = cost.counts.flops(*work(tree, cost.counts.attention_ranges))
+            if self._trees == 2 and self.plain_rate is not None:
+                self._timed = scored, started, counts["row_flops"] / self.plain_rate
+        self._counts.update(counts)
+        self._first.update(counts)
+
+    def add_backward(self, scored: Scored) -> None:
+        """A tree's backward has ended."""
+        if self._timed is not None and scored is self._timed[0]:
+            _, started, plain_seconds = self._timed
+            self._measured = self.once["tree/measured_speedup"] = plain_seconds / (self.now() - started)
+            self._timed = None
+
+    def add_call(self, kwargs: dict[str, Any]) -> None:
+        """Count a call of the model for the loss that no tree answers."""
+        if self._steps >= STEPS or kwargs.get("input_ids") is None or sum(map(len, self._untreed)) > MOST_KEPT:
+            return
+        names = "input_ids", "attention_mask", "position_ids"
+        rows = rows_of({name: kwargs[name] for name in names if name in kwargs}, rewards=True)
+        self._untreed += rows.ids
+        self._first["calls"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next logs depend on."""
+        once = self.once | self._kept
+        return {"counts": dict(self._counts), "once": once, "logged": sorted(self._logged), "trees": self._trees}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the logs of a stopped run."""
+        self._counts, self._kept = Counter(state["counts"]), dict(state["once"])
+        self._logged, self._trees = set(state["logged"]), state["trees"]
+
+    def take_logs(self) -> dict[str, float]:
+        """Return the numbers since the last call, and reset them."""
+        counts, self._counts = self._counts, Counter()
+        once, self.once, self._kept = self.once | self._kept, {}, {}
+        logs = {name: value for name, value in once.items() if name not in self._logged}
+        self._logged |= logs.keys()
+        if counts["trees"]:
+            logs["tree/overlap"] = 1 - counts["unique"] / max(counts["flat"], 1)
+            logs["tree/parts"] = counts["parts"] / counts["trees"]
+        if counts["tree_flops"]:
+            logs["tree/ideal_speedup"] = counts["row_flops"] / counts["tree_flops"]
+        return logs
+
+    def end_step(self) -> None:
+        """After the first steps print what they gained, and warn once if much more could be gained."""
+        self._steps += 1
+        if self._steps == STEPS and self._trainer.accelerator.is_local_main_process:
+            print(self.line)
+            if (advice := self._advice()) is not None:
+                warnings.warn(f"{self.line} {advice}", stacklevel=2)
+        if self._steps == STEPS:
+            self._untreed = []
+
+    @property
+    def line(self) -> str:
+        """What the first steps gained."""
+        first = self._first
+        computed, flat = first["computed"], first["flat"]
+        said = f"share_prefixes: in the first {STEPS} steps {computed:,} of {flat:,} tokens were computed"
+        if not computed:
+            return said + "."
+        said += f", {flat / computed:.1f} times fewer, in {first['parts'] / first['trees']:.1f} parts a tree"
+        if first["tree_flops"]:
+            said += f"; {first['row_flops'] / first['tree_flops']:.1f} times as fast by FLOPs"
+        if self._measured is not None:
+            said += f", {self._measured:.1f} measured (which can be more: rows by themselves also pay for small calls)"
+        return said + "."
+
+    def _advice(self) -> str | None:
+        """What to change, if that gains much."""
+        first, loose = self._first, sum(map(len, self._untreed))
+        tree = build_tree(self._untreed)
+        if tree.num_flat_tokens - tree.num_tokens > LITTLE * (first["flat"] + loose):
+            return (
+                f"But {first['calls']} calls of the model in compute_loss asked for logits, which no tree gives; "
+                f"of their {loose:,} tokens {1 - tree.num_tokens / loose:.0%} could be shared. Ask for "
+                "log-probabilities: model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True).log_probs"
+            )
+        overlap = 1 - first["unique"] / max(first["flat"], 1)
+        if (
+            overlap >= LITTLE
+            or hasattr(self._trainer, "num_generations")
+            or "_get_train_sampler" in vars(self._trainer)
+        ):
+            return None
+        key, possible = self._possible()
+        if possible < overlap + LITTLE:
+            return None
+        return (
+            f"Rows with common prefixes are in different steps: {possible:.0%} of the tokens in {key} could be shared. "
+            f'Before share_prefixes(trainer), add: tt.group_batches(trainer, key="{key}")'
+        )
+
+    def _possible(self) -> tuple[str, float]:
+        """A column, and the share of its tokens that need not be computed if rows of one prefix are in one step."""
+        dataset, args = self._trainer.train_dataset, self._trainer.args
+        columns = getattr(dataset, "column_names", None) or []
+        key = next((name for name in ("input_ids", "prompt_ids") if name in columns), None)
+        if key is None or not len(dataset):
+            return "", 0.0
+        ids = [np.asarray(row) for row in dataset.select_columns(key)[:LOOKED_AT][key]]
+        most = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        saved = sum(common_prefix(ids[a], ids[b]) for group in group_rows(ids, most) for a, b in pairwise(group))
+        return key, saved / max(sum(map(len, ids)), 1)

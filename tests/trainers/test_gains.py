@@ -1,0 +1,57 @@
+"""After its first steps a trainer says what sharing gains, and once what would gain more."""
+
+import warnings
+
+import pytest
+import torch
+import trainer_runs as runs
+from trainer_runs import BUILDERS, train
+
+import treetrain as tt
+
+
+def test_a_line_says_what_the_first_steps_gained(tmp_path, capsys):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="share_prefixes")
+        train(BUILDERS["grpo"], tmp_path, shared=True, steps=4)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("share_prefixes")]
+    assert "in the first 3 steps" in line and "tokens were computed" in line and "times fewer" in line
+    assert "times as fast by FLOPs" in line and "measured (which can be more" in line
+
+
+def shuffled(settings, dtype, folder):
+    trainer = BUILDERS["plain"](settings, dtype, folder)
+    trainer.train_dataset = runs.tokens(400)
+    return trainer
+
+
+def test_rows_that_were_shuffled_apart_are_told_of_group_batches(tmp_path):
+    few = {"per_device_train_batch_size": 4, "seed": 1}
+    with pytest.warns(
+        UserWarning, match=r"different steps.*could be shared.*tt\.group_batches\(trainer, key=\"input_ids\"\)"
+    ):
+        train(shuffled, tmp_path, shared=True, steps=3, **few)
+
+    def grouped(*args):
+        return tt.group_batches(shuffled(*args))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="share_prefixes")
+        train(grouped, tmp_path, shared=True, steps=3, **few)
+
+
+class ReadsLogits(runs.GRPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return -(logprobs.mean(-1) * inputs["advantages"]).mean()
+
+
+def test_a_loss_that_reads_logits_is_told_how_to_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "GRPOTrainer", ReadsLogits)
+    with pytest.warns(UserWarning, match=r"3 calls .* asked for logits.*% could be shared.*fused_lm_head=True") as said:
+        train(BUILDERS["grpo"], tmp_path, shared=True, steps=5, num_iterations=1)
+    (line,) = [str(each.message) for each in said if "share_prefixes" in str(each.message)]
+    assert "0 of 0 tokens were computed" in line and len(line) <= 400
