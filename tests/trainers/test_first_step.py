@@ -211,7 +211,7 @@ def test_a_batch_that_predicts_nothing_leaves_the_check_to_the_next(tmp_path):
     for each in (empty, batch):
         trainer.compute_loss(trainer.model, dict(each))
         checks.append(sharing.check)
-    assert checks == [True, False] and sharing._logged_once
+    assert checks == [True, False] and sharing.gains.once
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
