@@ -139,7 +139,7 @@ def test_a_tree_trainer_skips_too_and_logs_the_mean_of_the_other_steps(tmp_path)
 
 
 def test_the_limit_is_an_argument_of_tree_runs(tmp_path) -> None:
-    with pytest.raises(ValueError, match="max_skipped_steps is 0; give a number from 1"):
+    with pytest.raises(ValueError, match="max_skipped_steps is 0; give a whole number from 1"):
         make_tree_trainer(tmp_path / "out", max_skipped_steps=0)
     assert make_tree_trainer(tmp_path / "out", max_skipped_steps=7).max_skipped_steps == 7
 
