@@ -50,7 +50,10 @@ def wait_for_ranks() -> None:
     try:
         # The process group's own store shares the server of this one, which must stay.
         store = dist.TCPStore(
-            *(os.environ["MASTER_ADDR"], port, size, rank == 0),
+            os.environ["MASTER_ADDR"],
+            port,
+            size,
+            rank == 0,
             timeout=JOIN_TIMEOUT,
             wait_for_workers=False,
             multi_tenant=True,
