@@ -49,7 +49,7 @@ def wait_for_ranks() -> None:
     keys = [f"treetrain/{other}" for other in range(size)]
     try:
         # The process group's own store shares the server of this one, which must stay.
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             os.environ["MASTER_ADDR"],
             port,
             size,
