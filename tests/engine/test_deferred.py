@@ -135,6 +135,18 @@ def test_gradients_wait_beside_others_that_accumulate(model):
     assert_same([p.grad for p in parameters], expected)
 
 
+@pytest.mark.parametrize("add", [lambda p, q: p.grad.add_(q.grad), lambda p, q: p.grad.__iadd__(q.grad)])
+def test_a_waiting_gradient_that_is_added_to_another_takes_nothing_away(model, add):
+    p, q = model.model.layers[0].input_layernorm.weight, model.model.layers[1].input_layernorm.weight
+    names = [name for each in (p, q) for name, parameter in model.named_parameters() if parameter is each]
+    plain = dict(zip(dict(model.named_parameters()), plain_gradients(model)))
+    scored = tt.TreeEngine(model).score(ROWS)
+    scored.deferral.settle = scored.backward
+    loss_of(scored).backward()
+    add(p, q)
+    assert_same([p.grad, q.grad], [plain[names[0]] + plain[names[1]], plain[names[1]]])
+
+
 def test_a_plain_backward_and_a_step_of_the_engine_may_come_while_gradients_wait(model):
     engine = tt.TreeEngine(model)
     scored = engine.score(ROWS[:2])

@@ -55,3 +55,28 @@ def test_a_loss_that_reads_logits_is_told_how_to_share(tmp_path, monkeypatch):
         train(BUILDERS["grpo"], tmp_path, shared=True, steps=5, num_iterations=1)
     (line,) = [str(each.message) for each in said if "share_prefixes" in str(each.message)]
     assert "0 of 0 tokens were computed" in line and len(line) <= 400
+
+
+def test_rows_of_a_stream_are_not_looked_at(tmp_path):
+    def streamed(*args):
+        trainer = shuffled(*args)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        assert "input_ids" in trainer.train_dataset.column_names
+        return trainer
+
+    train(streamed, tmp_path, shared=True, steps=4, per_device_train_batch_size=1)
+
+
+class ReadsLogitsOfSquareMasks(runs.GRPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+        own = torch.eye(ids.shape[1], dtype=torch.bool)
+        square = (torch.ones_like(own).tril() & mask[:, None, None]) | own
+        logits = model(input_ids=ids, attention_mask=square).logits[:, :-1]
+        return -(logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].mean(-1) * inputs["advantages"]).mean()
+
+
+def test_calls_with_arguments_of_another_meaning_are_not_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "GRPOTrainer", ReadsLogitsOfSquareMasks)
+    train(BUILDERS["grpo"], tmp_path, shared=True, steps=4, num_iterations=1)

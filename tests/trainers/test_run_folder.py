@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin
-from treetrain.trainers.run_folder import FolderRefused, check_contents, check_name, locked
+from treetrain.trainers.run_folder import LOCK, OWN, FolderRefused, check_contents, check_name, locked
 
 # ---- Names
 
@@ -221,6 +221,19 @@ def test_two_runs_of_one_process_cannot_share_a_folder_either(tmp_path) -> None:
     make_trainer(tmp_path / "out", max_steps=1, callbacks=(Second(),)).train()
     with locked(tmp_path / "out"), pytest.raises(FolderRefused), locked(tmp_path / "out"):
         pass
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_lock_that_is_no_file_is_refused_and_what_it_leads_to_is_unchanged(kind, tmp_path) -> None:
+    with locked(tmp_path / "out"):
+        lock = tmp_path / "out" / OWN / LOCK
+    lock.unlink()
+    (tmp_path / "foreign").write_text("theirs")
+    {"link": lambda: lock.symlink_to(tmp_path / "foreign"), "pipe": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
+    for _ in range(2):  # the first refusal holds no lock
+        with pytest.raises(FolderRefused, match="is not the lock file that treetrain needs.*move it away"):
+            make_trainer(tmp_path / "out").train()
+    assert (tmp_path / "foreign").read_text() == "theirs"
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch) -> None:

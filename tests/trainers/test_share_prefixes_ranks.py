@@ -10,6 +10,7 @@ import torch.distributed as dist
 from trainer_runs import BUILDERS, difference, train
 
 from support.processes import Processes
+from treetrain.engine.distributed import Ranks
 
 
 def both(
@@ -75,6 +76,24 @@ def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, step
 
 def test_two_processes_train_the_same_with_shared_prefixes(two, tmp_path):
     check(two, "sft", tmp_path, torch.float32, 2)
+
+
+def averages(group: Any, folder: str) -> int:
+    """How often three optimizer steps, whose gradients are clipped, average gradients."""
+    average, calls = Ranks.average_gradients, []
+
+    def counted(ranks: Ranks, parameters: list[Any]) -> None:
+        calls.append(len(parameters))
+        average(ranks, parameters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "average_gradients", counted)
+        both(group, "sft", folder, torch.float32, 3, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1})
+    return len(calls)
+
+
+def test_gradients_are_averaged_once_in_a_step(two, tmp_path):
+    assert two.run(averages, str(tmp_path), timeout=400) == [3, 3]
 
 
 def test_a_process_may_have_nothing_to_predict(two, tmp_path):

@@ -80,7 +80,7 @@ class DeferredGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WITHOUT_VALUES:
+        if func in _WITHOUT_VALUES and not any(isinstance(x, cls) for x in args[1:]):  # one may be added to another
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _ZEROES:

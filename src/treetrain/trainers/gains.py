@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from treetrain.data.trajectory import common_prefix
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.score import Scored
+from treetrain.errors import DataError
 from treetrain.trainers.batches import rows_of
 from treetrain.trainers.groups import group_rows
 from treetrain.tree.build import build_tree
@@ -48,8 +50,8 @@ class Gains:
         """FLOP/s of the plain forward and backward over a few rows; None if that is not known."""
 
     def now(self) -> float:
-        """The time when the device has done what was asked of it."""
-        if self._trainer.accelerator.device.type == "cuda":
+        """The time; while a measurement may begin or end, the time when the device has done all its work."""
+        if self._trees <= 2 and self._trainer.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -80,12 +82,14 @@ class Gains:
 
     def add_call(self, kwargs: dict[str, Any]) -> None:
         """Count a call of the model for the loss that no tree answers."""
-        if self._steps >= STEPS or kwargs.get("input_ids") is None or sum(map(len, self._untreed)) > MOST_KEPT:
+        if self._steps >= STEPS or sum(map(len, self._untreed)) > MOST_KEPT:
             return
-        names = "input_ids", "attention_mask", "position_ids"
-        rows = rows_of({name: kwargs[name] for name in names if name in kwargs}, rewards=True)
-        self._untreed += rows.ids
-        self._first["calls"] += 1
+        given = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids")}
+        if given["input_ids"] is None or any(x is not None and x.dim() != 2 for x in given.values()):
+            return
+        with suppress(DataError):  # these calls are the trainer's own, and may mean other things by their arguments
+            self._untreed += rows_of(given, rewards=True).ids
+            self._first["calls"] += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What the next logs depend on."""
@@ -165,7 +169,7 @@ class Gains:
         dataset, args = self._trainer.train_dataset, self._trainer.args
         columns = getattr(dataset, "column_names", None) or []
         key = next((name for name in ("input_ids", "prompt_ids") if name in columns), None)
-        if key is None or not len(dataset):
+        if key is None or not hasattr(dataset, "__len__") or not len(dataset):
             return "", 0.0
         ids = [np.asarray(row) for row in dataset.select_columns(key)[:LOOKED_AT][key]]
         most = args.per_device_train_batch_size * args.gradient_accumulation_steps

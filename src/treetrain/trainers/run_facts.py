@@ -102,10 +102,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
     """Reading rows may draw random numbers, which the run would miss."""
-    before, numpy_before = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng():
-        yield
+    # Not `torch.random.fork_rng`, which would take memory on every GPU of the host.
+    before, torch_before = random.getstate(), torch.get_rng_state()
+    numpy_before = np.random.get_state()  # noqa: NPY002
+    yield
     random.setstate(before)
+    torch.set_rng_state(torch_before)
     np.random.set_state(numpy_before)  # noqa: NPY002
 
 

@@ -161,10 +161,13 @@ def locked(folder: Path) -> Iterator[None]:
     warning.
 
     Raises:
-        FolderRefused: another run holds it; the message names its process and host.
+        FolderRefused: another run holds it; the message names its process and host. Or its name is taken by a link, or
+            by anything else that is no file: to write there would change what is not ours.
     """
     mark(folder / OWN)
-    path = (folder / OWN / LOCK).resolve()
+    path = (folder / OWN).resolve() / LOCK
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise FolderRefused(f"{path} is not the lock file that treetrain needs at this place: move it away")
     busy = f"another run writes to {folder} (%s): wait for it, end it, or give another output_dir"
     if path in _held:  # before it is opened: closing it again would drop the lock
         raise FolderRefused(busy % "in this process")
@@ -181,10 +184,10 @@ def locked(folder: Path) -> Iterator[None]:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        _held.add(path)
         os.ftruncate(handle, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
+        _held.add(path)
         try:
             yield
         finally:

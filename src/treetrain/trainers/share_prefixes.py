@@ -188,7 +188,8 @@ class PrefixSharing:
         self.steps = StepScores(trainer, self._rows_of)
         self.in_loss = self.logits_wanted = False
         self._engines: dict[tuple[int, float], TreeEngine] = {}
-        self._averaged: list[Any] = []  # the gradients that were averaged over the processes last
+        self._averaged: list[Any] = []  # the gradients that this step has averaged over the processes
+        self._ready = False  # whether its last micro-batch has ended: what changes them later averages nothing
         self.gains = Gains(trainer)
         if getattr(self.model.config, "_attn_implementation", None) == ASYNC_GRPO_ATTENTION:
             self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
@@ -225,11 +226,12 @@ class PrefixSharing:
         if self.steps.in_micro_batch:  # a training step within another
             yield
             return
-        self.wrapped = model
+        self.wrapped, self._averaged, self._ready = model, [], False
         with self.steps.micro_batch():
             yield
         last = self.trainer.accelerator.sync_gradients
         self.settle(everything=last, average=last)
+        self._ready = last
         self.steps.end_micro_batch(last=last)
         if last:
             self.gains.end_step()
@@ -266,7 +268,9 @@ class PrefixSharing:
         """Average what has not been averaged, such as the gradients of a rank that skipped its last micro-batch."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(id(p) in stepped for p in self.model.parameters()):
-            self.settle(average=True)
+            if self.steps.gradients_wait or not self._ready:
+                self.settle(average=True)
+            self._ready = False
 
     @contextmanager
     def loss_of(self, model: nn.Module) -> Iterator[nn.Module]:
