@@ -229,9 +229,14 @@ def test_a_lock_that_is_no_file_is_refused_and_what_it_leads_to_is_unchanged(kin
         lock = tmp_path / "out" / OWN / LOCK
     lock.unlink()
     (tmp_path / "foreign").write_text("theirs")
-    {"link": lambda: lock.symlink_to(tmp_path / "foreign"), "pipe": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
+    make = {
+        "link": lambda: lock.symlink_to(tmp_path / "foreign"),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lock.mkdir,
+    }
+    make[kind]()
     for _ in range(2):  # the first refusal holds no lock
-        with pytest.raises(FolderRefused, match="is not the lock file that treetrain needs.*move it away"):
+        with pytest.raises(FolderRefused, match=r"is not the lock file that treetrain needs.*move it away"):
             make_trainer(tmp_path / "out").train()
     assert (tmp_path / "foreign").read_text() == "theirs"
 

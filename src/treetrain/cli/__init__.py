@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """What to tell the user about an error; None for a fault of ours."""
+    """Return the line for an error of the user's; None for a fault of ours."""
     text = str(error) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").split(".")[0]

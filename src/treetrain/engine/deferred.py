@@ -28,7 +28,7 @@ _WITHOUT_VALUES = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.requires_grad_),
     *(Tensor.add_, Tensor.__iadd__),
 }
-"""What a deferred gradient answers without its values. A sum does not need them either."""
+"""Functions that need no values of a deferred gradient, so that no tree has to run: its attributes, and sums."""
 _ZEROES = {Tensor.zero_, torch._foreach_zero_}  # type: ignore[attr-defined]
 
 
@@ -36,7 +36,7 @@ class DeferredGradient(Tensor):
     """Stands in ``.grad`` of a parameter while gradients wait for a tree's backward.
 
     Args:
-        parameter: the one whose ``.grad`` this becomes; what it holds now stays beneath.
+        parameter: its ``.grad`` becomes this; the gradient that it has now stays `beneath`.
     """
 
     parameter: "weakref.ref[nn.Parameter]"

@@ -1,4 +1,4 @@
-"""Sees what changes of a model between a score and its backward, where parts may run forward again."""
+"""Detects that a model has changed between a score and its backward, which may run parts forward again."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from treetrain.engine.runtime import Runtime
 _ADAPTER_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
 _WITHOUT_EFFECT = {"training", "gradient_checkpointing", "use_cache", "return_dict", "output_router_logits", "dtype"}
-"""Settings that generation, evaluation, saving and trainers switch. A pass in tree mode does not depend on them, and
-one that draws random numbers is refused."""
+"""Settings that generation, evaluation, saving and trainers switch. No pass in tree mode depends on them. (`training`
+switches dropout, but a model with active dropout is refused.)"""
 _SMALL = 1 << 20
-"""Buffers of up to this many elements are copied; of larger ones only `_checksum` is kept, which misses some changes,
+"""Buffers of up to this many elements are copied. Larger ones are compared by `_checksum`, which misses some changes,
 such as two experts that exchange their biases."""
 
 

@@ -1,10 +1,10 @@
 """Finds adapters, hooks and replaced forwards that mix tokens, by running them.
 
 On a tree one call of a layer holds the tokens of many rows. Attention and recurrences follow the tree; everything else
-must treat every token alone. For transformers' own layers the tests show that. For what users put around them (an
-adapter, a forward hook, a forward of their own) it is tried: a small forest runs through the model, and at each such
-module a token of the module's input is changed. If the output moves for a token that does not see the changed one,
-rows would be computed from one another's tokens, and the module is refused.
+must treat every token alone. Tests show that transformers' own layers do. Adapters, forward hooks and forwards that
+users add are tried: a small forest runs through the model, and at each such module a token of the module's input is
+changed. If the output moves for a token that does not see the changed one, rows would be computed from one another's
+tokens, and the module is refused.
 
 A new adapter often adds zero, so the probe gives its parameters random values during these calls. Most hooks only
 record: only one that has changed something in a real pass is run again.
@@ -41,7 +41,7 @@ _TOLERANCE = 1e-5
 """Relative difference that another grouping of experts' products may make in float32."""
 _BUFFER_SIZE = 1 << 20
 _ACCEPTED: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
-"""What was on a module when it was last accepted."""
+"""The additions of each module that was accepted, as they were then."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def token_mixing_checked(runtime: Runtime) -> Iterator[None]:
     if not runtime.same_rows.alone:  # these ranks divide the tokens or the weights of a call
         yield
         return
-    found = _put_on(runtime)
+    found = _additions(runtime)
     found = {name: (module, what) for name, (module, what) in found.items() if _ACCEPTED.get(module) != what}
     names = {name for name, (_, what) in found.items() if what.adapter or what.forward}
     if runtime.collective:
@@ -72,16 +72,19 @@ def token_mixing_checked(runtime: Runtime) -> Iterator[None]:
     _ACCEPTED.update({module: what for module, what in found.values()})
 
 
-class _PutOn(NamedTuple):
-    """What is on a module that is not its own; hooks by the numbers of their handles, which no other hook gets."""
+class _Additions(NamedTuple):
+    """An adapter, a forward and hooks that users have added to a module."""
 
     adapter: str | None
+    """The names of the active and of the merged adapters."""
     forward: int | None
+    """The identity of a forward of the instance."""
     hooks: tuple[int, ...]
+    """The numbers of the hooks' handles; no two hooks of a process have the same."""
 
 
-def _put_on(runtime: Runtime) -> dict[str, tuple[nn.Module, _PutOn]]:
-    """The modules with something put on them, by name."""
+def _additions(runtime: Runtime) -> dict[str, tuple[nn.Module, _Additions]]:
+    """The modules to which users have added something, by name."""
     model, head, found = runtime.model, runtime.capabilities.head, {}
     whole = {model, causal_lm(model)}  # their outputs are compared with the head's in every pass
     for name, module in model.named_modules():
@@ -92,7 +95,7 @@ def _put_on(runtime: Runtime) -> dict[str, tuple[nn.Module, _PutOn]]:
             forward = id(fields["forward"]) if "forward" in fields else None
             hooks = *fields["_forward_pre_hooks"], *fields["_forward_hooks"]
         if (adapter or forward or hooks) and module not in whole and not whole & set(fields["_modules"].values()):
-            found[name] = module, _PutOn(adapter, forward, hooks)
+            found[name] = module, _Additions(adapter, forward, hooks)
     return found
 
 
@@ -125,7 +128,7 @@ def _observed(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
 
 @contextmanager
 def _other_hooks_off(model: nn.Module, modules: Collection[nn.Module]) -> Iterator[None]:
-    """Without the forward hooks of all but these modules within the block: what records shall record real passes."""
+    """Remove the forward hooks of all other modules within the block: hooks that record should see real passes only."""
     off = []
     for module in model.modules():
         for hooks in () if module in modules else (module._forward_pre_hooks, module._forward_hooks):

@@ -17,9 +17,9 @@ from treetrain.trainers.run_folder import FolderRefused, delete, is_own
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 26
-"""Bytes; a larger file is none of ours."""
+"""Bytes. A larger file was not written by treetrain, and is not read."""
 CONTENTS: dict[str, type] = {"order": int, "step": int, "ranks": int, "step_size": str, "files": dict, "facts": dict}
-"""What a manifest holds, with its types."""
+"""The entries of a manifest and their types."""
 
 
 class TornCheckpoint(ValueError):
@@ -39,8 +39,8 @@ def hashes(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, str]:
 def commit(temporary: Path, folder: Path, contents: Mapping[str, Any], *, overwrites: bool = False) -> None:
     """Write the manifest of a checkpoint, and move it into the output folder.
 
-    A checkpoint of the same name, torn or of an abandoned run, is deleted after that; with files that are not ours it
-    gets another name.
+    An older checkpoint of the same name (torn, or of an abandoned run) is deleted after that. If it holds files that
+    treetrain did not write, it is renamed instead.
 
     Raises:
         FolderRefused: this name is taken by something that treetrain has not written, and `overwrites` is False.

@@ -218,7 +218,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return None
 
     def run_facts(self) -> dict[str, Any]:
-        """What the weights of this run depend on, by name. Override it in a trainer that has more to compare."""
+        """Return all that the weights depend on, by name. Override it in a trainer that has more to compare."""
         found = facts_of_model(self.model) | facts_of_arguments(self.args)
         found["data"] = facts_of_rows(self.train_dataset)
         if self.compute_loss_func is not None:
@@ -590,7 +590,7 @@ OWN_STATE = ("_tr_loss", "_globalstep_last_logged", "_skipped", "_skipped_in_a_r
 
 
 def _state(value: Any) -> Any:
-    """What to save of an attribute; with plain dictionaries: `torch.load(weights_only=True)` fills no `defaultdict`."""
+    """The state of an attribute, in plain dictionaries: `torch.load(weights_only=True)` knows no `defaultdict`."""
     value = value.state_dict() if hasattr(value, "state_dict") else value
     return {key: _state(each) for key, each in value.items()} if isinstance(value, dict) else value
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from treetrain.data.columns import sorted_by_prefix
+from treetrain.data.trajectory import common_prefix
 from treetrain.engine.costs import compute_dtype, cost_if_countable
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import Scored
@@ -42,11 +43,11 @@ LOSS_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02}
 KIND_LIMIT = 5
 """The gradients of one kind of parameter, in all layers, may differ by this many times the limit."""
 KIND_SHARE = 0.01
-"""A kind whose norm is a smaller share than this of all gradients' counts as having this share."""
+"""A kind's difference is relative to its norm, or to this share of the norm of all gradients if that is larger."""
 ROWS = 3
 """How many rows are compared."""
 LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
-"""Tokens that are compared in any case, and the most for a model whose memory cannot be predicted."""
+"""At least so many tokens are compared, and at most so many of a model whose memory cannot be predicted."""
 _BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
@@ -56,7 +57,7 @@ class Shared(NamedTuple):
     """How the tree answers a call of the model."""
 
     output: Any
-    """What the trainer gets."""
+    """The output that the trainer gets."""
     scores: Float[Tensor, "..."]
     """Log-probabilities [B, L - 1], 0 where nothing is predicted; or rewards."""
     scored: Scored
@@ -69,10 +70,10 @@ class Difference(NamedTuple):
     scores: float
     gradients: float
     worst: float
-    """Of the kind of parameter whose gradients differ most."""
+    """The difference for the kind of parameter whose gradients differ most."""
     worst_kind: str
     losses: tuple[float, float] | None
-    """Plain and as a tree, where the trainer takes the model's own loss."""
+    """The plain model's loss and the tree's; None if the trainer computes its own."""
 
 
 def compare_with_plain(
@@ -190,10 +191,10 @@ def _logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) ->
 def _worst_kind(
     names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[float, str]:
-    """The largest relative error of the gradients of one kind of parameter in all layers, and the kind.
+    """Return the largest relative error of one kind of parameter, over all layers, and the kind.
 
-    It is relative to `KIND_SHARE` of all gradients at least (more in low precision): where the true gradient of a kind
-    is 0, all that it holds is rounding.
+    A kind whose true gradient is 0 holds nothing but rounding, which would be a relative error of 1. So errors are
+    relative to `KIND_SHARE` of all gradients at least (to more in low precision).
     """
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, a, b in zip(names, found, expected):
@@ -250,7 +251,7 @@ def _judged(found: Difference, batch: Batch, count: int, dtype: torch.dtype, dev
 
 
 def _why_scores_differ(batch: Batch) -> str:
-    """What may explain scores that differ, from how the batch holds its rows, and what to do."""
+    """Say what may explain different scores, by how the batch holds its rows, and what to do."""
     mask = batch.get("attention_mask")
     if mask is None and batch.get("position_ids") is not None:
         return (
@@ -347,25 +348,18 @@ def small_batch(given: Batch, rows: Rows, chosen: Sequence[int], tokens: int) ->
 def _cut(
     ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]], tokens: int
 ) -> tuple[list[Integer[np.ndarray, " _"]], list[Bool[np.ndarray, " _"]]]:
-    """The same columns of all rows, with as much before the last fork as after it; all columns if they are few.
+    """Cut all rows to the same columns, with as many before the last fork as after it.
 
-    Tokens that are left out are left out of a whole row on both sides, which is a row too. Rows that end before these
-    columns go. If nothing is predicted in these columns, all of their tokens are.
+    The pieces are rows too, and both sides get the same. Rows that end before these columns are left out. If no token
+    in them is a label, all become labels.
     """
     length, longest = max(tokens // len(ids), 2), max(map(len, ids))
     if longest <= length:
         return ids, masks
-    fork = max((_common(a, b) for n, a in enumerate(ids) for b in ids[:n]), default=longest // 2)
+    fork = max((common_prefix(a, b) for n, a in enumerate(ids) for b in ids[:n]), default=longest // 2)
     start = max(min(fork - length // 2, longest - length), 0)
     left = [k for k, row in enumerate(ids) if len(row) > start + 1]
     masks = [masks[k][start : start + length - 1] for k in left if masks]
     if not any(mask.any() for mask in masks):
         masks = [np.ones_like(mask) for mask in masks]
     return [ids[k][start : start + length] for k in left], masks
-
-
-def _common(one: Integer[np.ndarray, " _"], other: Integer[np.ndarray, " _"]) -> int:
-    """The length of the common prefix of two rows."""
-    length = min(len(one), len(other))
-    apart = np.flatnonzero(one[:length] != other[:length])
-    return int(apart[0]) if len(apart) else length

@@ -1,4 +1,4 @@
-"""What shared prefixes gain in a trainer: numbers for logs, a line after the first steps, what would gain more."""
+"""Measures the gain from shared prefixes in a trainer: for its logs, and in a line after the first steps."""
 
 import time
 import warnings
@@ -24,11 +24,11 @@ from treetrain.tree.token_tree import TokenTree
 STEPS = 3
 """Optimizer steps before the line and the warning."""
 LITTLE = 0.1
-"""Gains below this share of the tokens are not worth a warning."""
+"""The least share of the tokens that a change must save to be worth a warning."""
 LOOKED_AT = 4096
-"""Rows of the training data that are looked at for prefixes that a step could share."""
+"""At most so many rows of the training data are searched for prefixes that a step could share."""
 MOST_KEPT = 1 << 20
-"""Tokens of calls without a tree that are kept until the warning."""
+"""Tokens of calls without a tree: after so many no more are kept for the warning."""
 
 
 class Gains:
@@ -74,7 +74,7 @@ class Gains:
         self._first.update(counts)
 
     def add_backward(self, scored: Scored) -> None:
-        """A tree's backward has ended."""
+        """End the measurement, if this is the tree that is measured."""
         if self._timed is not None and scored is self._timed[0]:
             _, started, plain_seconds = self._timed
             self._measured = self.once["tree/measured_speedup"] = plain_seconds / (self.now() - started)
@@ -92,7 +92,7 @@ class Gains:
             self._first["calls"] += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next logs depend on."""
+        """Return the state on which the next logs depend."""
         once = self.once | self._kept
         return {"counts": dict(self._counts), "once": once, "logged": sorted(self._logged), "trees": self._trees}
 
@@ -126,21 +126,21 @@ class Gains:
 
     @property
     def line(self) -> str:
-        """What the first steps gained."""
+        """A sentence with the gain of the first steps."""
         first = self._first
         computed, flat = first["computed"], first["flat"]
-        said = f"share_prefixes: in the first {STEPS} steps {computed:,} of {flat:,} tokens were computed"
+        text = f"share_prefixes: in the first {STEPS} steps {computed:,} of {flat:,} tokens were computed"
         if not computed:
-            return said + "."
-        said += f", {flat / computed:.1f} times fewer, in {first['parts'] / first['trees']:.1f} parts a tree"
+            return text + "."
+        text += f", {flat / computed:.1f} times fewer, in {first['parts'] / first['trees']:.1f} parts a tree"
         if first["tree_flops"]:
-            said += f"; {first['row_flops'] / first['tree_flops']:.1f} times as fast by FLOPs"
+            text += f"; {first['row_flops'] / first['tree_flops']:.1f} times as fast by FLOPs"
         if self._measured is not None:
-            said += f", {self._measured:.1f} measured (which can be more: rows by themselves also pay for small calls)"
-        return said + "."
+            text += f", {self._measured:.1f} measured (which can be more: rows by themselves also pay for small calls)"
+        return text + "."
 
     def _advice(self) -> str | None:
-        """What to change, if that gains much."""
+        """Say what to change in order to share much more; None if nothing would help."""
         first, loose = self._first, sum(map(len, self._untreed))
         tree = build_tree(self._untreed)
         if tree.num_flat_tokens - tree.num_tokens > LITTLE * (first["flat"] + loose):
@@ -165,7 +165,7 @@ class Gains:
         )
 
     def _possible(self) -> tuple[str, float]:
-        """A column, and the share of its tokens that need not be computed if rows of one prefix are in one step."""
+        """Return a column of token ids, and the share of its tokens that grouping rows by prefix would save."""
         dataset, args = self._trainer.train_dataset, self._trainer.args
         columns = getattr(dataset, "column_names", None) or []
         key = next((name for name in ("input_ids", "prompt_ids") if name in columns), None)

@@ -1,6 +1,6 @@
-"""What a run is made of: model, data, loss and settings. Checkpoints store it, to compare it when resuming.
+"""The facts that identify a run: model, data, loss and settings. Checkpoints store them for comparison when resuming.
 
-The facts are a flat dictionary of JSON values, so that a difference has a name and two values.
+They are a flat dictionary of JSON values, so that a difference has a name and two values.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import shortened
+from treetrain.models.capability import causal_lm
 
 SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay"),
@@ -31,16 +32,16 @@ SETTINGS = (
 """Arguments of transformers that change the weights of a run. Those that a subclass adds count too."""
 NOT_SETTINGS = ("execution", "budget", "compile_layers", "overwrite_output_dir", "accept_changes", "max_skipped_steps")
 NOT_SETTINGS_BUT = ("vllm_", "log_", "dataset_num_proc")
-"""Arguments of subclasses, or their beginnings, that do not."""
+"""Arguments of subclasses, and beginnings of such, that change none."""
 NOT_CONFIG = (
     *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-"""Entries of a model's configuration that transformers changes by itself, or that change no weights."""
+"""Entries of a model's configuration that change no weights, or that transformers sets by itself."""
 LENGTH = ("max_steps", "num_train_epochs")
 """A run may be made longer or shorter: a difference here is a warning."""
 FIXED = ("model", "parameters", "trained", "optim", "optim_args", "optim_target_modules")
-"""Nothing of the checkpoint could be loaded if one of these differed."""
+"""If one of these differs, the checkpoint cannot be loaded into the run."""
 MAY_BE_UNKNOWN = ("data", "frozen weights")
 ROWS, TRAJECTORIES = 1000, 100_000
 """At most so many rows are hashed, evenly spread over the data set; the number of rows always is."""
@@ -49,11 +50,11 @@ ROWS, TRAJECTORIES = 1000, 100_000
 def facts_of_model(model: nn.Module) -> dict[str, Any]:
     """Class, configuration, names and shapes of the parameters, and a sample of the frozen ones."""
     config = getattr(model, "config", None)
-    told = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
+    settings = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
-    return {f"config.{name}": _plain(value) for name, value in told.items() if _counts(name)} | {
-        "model": type(_base(model)).__name__,
+    return {f"config.{name}": _plain(value) for name, value in settings.items() if _counts(name)} | {
+        "model": type(causal_lm(model)).__name__,
         "parameters": _shapes(named),
         "trained": _shapes(trained),
         "frozen weights": _sample({name: p for name, p in named.items() if not p.requires_grad}),
@@ -90,7 +91,7 @@ def facts_of_rows(rows: Any) -> str | None:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Names with both values, for all that differ; what one of the two does not know is left out."""
+    """Describe every fact that differs, by name. Facts that only one of the two has are left out."""
     both = {name: (saved[name], now[name]) for name in sorted(saved.keys() & now.keys())}
     return {
         name: f"{name} was {shortened(one, 60)} and is {shortened(other, 60)}"
@@ -109,10 +110,6 @@ def _random_state_kept() -> Iterator[None]:
     random.setstate(before)
     torch.set_rng_state(torch_before)
     np.random.set_state(numpy_before)  # noqa: NPY002
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _counts(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The folder that a run writes to: what is refused as one, what in it belongs to runs, and the lock of a run.
+"""The output folder of a run: which folders are refused, which of their contents are ours, and the lock.
 
 A run creates `.treetrain` in its output folder, for its lock and for what is not complete yet. This folder and every
 checkpoint contain `treetrain.txt`. Only folders with this mark are ever replaced or deleted.
@@ -28,17 +28,17 @@ WRITTEN = (
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*processor_config.json", "trainer_state.json"),
     *("README.md", "ema"),
 )
-"""Names at the top of an output folder that saving a model overwrites, or deletes as old shards."""
+"""Patterns of names in an output folder that saving a model there overwrites, or deletes as old shards."""
 SYSTEM = (
     *("bin", "boot", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "usr/bin", "usr/include", "usr/lib"),
     *("usr/lib64", "usr/sbin", "usr/share", "System", "Library"),
 )
-"""Folders of the system, with all that is in them."""
+"""System folders. No run writes there, nor to any folder below."""
 SHARED = (
     *("", "dev", "dev/shm", "home", "media", "mnt", "opt", "root", "run", "srv", "tmp", "usr", "usr/local", "var"),
     *("var/lib", "var/log", "var/tmp", "Users", "Volumes", "private", "private/tmp"),
 )
-"""Folders that hold those of others; a folder in them can be written to."""
+"""Folders that many share. No run writes there, but it may write to a folder below."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 _held: set[Path] = set()
 """Lock files that this process holds: the system does not lock a process out from itself."""

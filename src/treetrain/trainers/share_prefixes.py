@@ -219,9 +219,9 @@ class PrefixSharing:
 
     @contextmanager
     def training_step(self, model: nn.Module) -> Iterator[None]:
-        """Inside the block trees may hold rows of several micro-batches. After it, no gradient waits for them in vain.
+        """Inside the block, trees may hold rows of several micro-batches.
 
-        Whatever else the trainer does to gradients comes after the last micro-batch, so what waits then is settled.
+        After the last micro-batch all gradients run through their trees, since the trainer reads them next.
         """
         if self.steps.in_micro_batch:  # a training step within another
             yield
@@ -381,7 +381,7 @@ class PrefixSharing:
         return self._output(engine, scored, own, rows, kwargs)
 
     def _output(self, engine: TreeEngine, scored: Scored, own: slice, rows: Rows, kwargs: dict) -> Any:
-        """What the trainer gets for a call: the scores of its own rows, in the shape of its batch."""
+        """Return the output that the trainer gets for a call: scores of its own rows, in the shape of its batch."""
         if scored.rewards is not None:
             rewards = scored.rewards[own]
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])  # type: ignore[arg-type]
@@ -413,7 +413,7 @@ class PrefixSharing:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next logs depend on; the checkpoints of `SafeCheckpointsMixin` keep it."""
+        """Return the state on which the next logs depend; the checkpoints of `SafeCheckpointsMixin` keep it."""
         return self.gains.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
 Why it is right. Element i of a gradient is added to sum i % k, with a random sign that depends on i alone. Sums are
 linear, so the sums of two gradients differ by the sums of their difference d. The signs are independent, so the
 squared norm of these sums is |d|^2 on average: every product of two different elements has mean 0. If d is spread
-evenly over the sums, its standard deviation is sqrt(2 / k) |d|^2. k is odd, so that rows and columns of a matrix are.
-A gradient with no more than k elements is kept as it is.
+evenly over the sums, its standard deviation is sqrt(2 / k) |d|^2. k is odd, so that rows and columns of a matrix are
+spread evenly too. A gradient with no more than k elements is kept as it is.
 
 A sample of elements would do the same for gradients that are spread out. It would miss a few wrong rows of an
 embedding, which are what most mistakes in an embedding or head look like.
