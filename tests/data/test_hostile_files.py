@@ -372,3 +372,27 @@ def test_a_time_limit_ends_late_calls_only_and_leaves_nothing_behind():
         assert [within(0.5, lambda: spin(0.01)) for _ in range(5)] == [0.01] * 5
     spin(0.3)
     assert "treetrain-time-limit" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_calls_under_a_debugger_go_on_after_a_time_limit():
+    """An exception that is withdrawn leaves CPython 3.11's evaluation loop spinning as soon as code is traced."""
+    code = """
+import sys, time
+from treetrain.data.time_limit import within
+
+def spin(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+within(5, lambda: 1)
+try:
+    within(0.05, lambda: spin(5))
+except TimeoutError:
+    print("ended")
+sys.settrace(lambda *_: None)
+spin(0.01)
+print("traced")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["ended", "traced"]

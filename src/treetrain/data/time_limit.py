@@ -1,8 +1,11 @@
 """A bound on the time that other people's Python code takes, in any thread.
 
 Chat templates come from files and may loop without end. Only an exception in their own thread ends them: Python has no
-way to stop a thread, and signals reach the main thread only. A second thread looks at the clock and raises it. The
+way to stop a thread, and signals reach the main thread only. A second thread looks at the clock and sends it. The
 exception arrives between two instructions of Python code, so a long call of C code is ended after it returns.
+
+An exception that was sent must arrive. Withdrawing it (`PyThreadState_SetAsyncExc` without one) leaves a flag of the
+interpreter set: all code runs slower from then on, and under a debugger CPython 3.11 loops at the next call for ever.
 """
 
 import ctypes
@@ -15,10 +18,16 @@ Result = TypeVar("Result")
 _LOCK = threading.Lock()
 _ends: dict[int, float] = {}
 """Thread -> when its call must have ended, for the calls that run now."""
+_sent: set[int] = set()
+"""Threads whose exception was sent and has not arrived."""
 _watcher: list[threading.Thread] = []
 """The thread that looks at the clock; it ends when it finds no call, and does not survive a fork."""
 _INTERVAL = 0.1
 """Seconds between two looks at the clock."""
+
+
+class _Expired(TimeoutError):
+    """What is sent; a call may raise a TimeoutError of its own."""
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
@@ -32,22 +41,26 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
         if not (_watcher and _watcher[0].is_alive()):
             _watcher[:] = [threading.Thread(target=_watch, daemon=True, name="treetrain-time-limit")]
             _watcher[0].start()
+        _sent.discard(thread)
         _ends[thread] = time.monotonic() + seconds
     try:
         return call()
+    except _Expired:
+        _sent.discard(thread)
+        raise
     finally:
         _forget(thread)
 
 
 def _forget(thread: int) -> None:
-    while True:
-        try:
-            with _LOCK:
-                _ends.pop(thread, None)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # one that has not arrived
-                return
-        except TimeoutError:
-            pass  # it has arrived here; the call is over
+    """End the watch; an exception that is on its way arrives here."""
+    try:
+        with _LOCK:
+            _ends.pop(thread, None)
+        while thread in _sent:
+            time.sleep(0)
+    except _Expired:
+        _sent.discard(thread)
 
 
 def _watch() -> None:
@@ -57,6 +70,7 @@ def _watch() -> None:
             if not _ends:
                 _watcher.clear()
                 return
-            for thread, end in _ends.items():
-                if time.monotonic() > end:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+            for thread in [thread for thread, end in _ends.items() if time.monotonic() > end]:
+                del _ends[thread]  # one exception for each call
+                _sent.add(thread)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Expired))
