@@ -168,3 +168,15 @@ def test_a_probe_leaves_the_model_and_the_generators_as_they_were():
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), before) and model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_forward_at_the_address_of_an_accepted_one_is_probed():
+    model = make_model()
+    mlp, engine = model.model.layers[0].mlp, tt.TreeEngine(model)
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x)
+    engine.score(ROWS)
+    del mlp.forward  # Python reuses its memory for the next function
+    mlp.forward = lambda x: plain(x) + x.mean(-2, keepdim=True)
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp .* mixes tokens"):
+        engine.score(ROWS)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -77,8 +77,8 @@ class _Additions(NamedTuple):
 
     adapter: str | None
     """The names of the active and of the merged adapters."""
-    forward: int | None
-    """The identity of a forward of the instance."""
+    forward: Any
+    """A forward of the instance: a weak reference, since its address may be another one's later."""
     hooks: tuple[int, ...]
     """The numbers of the hooks' handles; no two hooks of a process have the same."""
 
@@ -92,11 +92,18 @@ def _additions(runtime: Runtime) -> dict[str, tuple[nn.Module, _Additions]]:
         if "_active_adapter" in fields and not fields.get("_disable_adapters"):
             adapter = repr((fields["_active_adapter"], fields.get("merged_adapters")))
         if not runtime.collective and module is not head:  # `fully_shard` has hooks of its own
-            forward = id(fields["forward"]) if "forward" in fields else None
+            forward = _reference(fields["forward"]) if "forward" in fields else None
             hooks = *fields["_forward_pre_hooks"], *fields["_forward_hooks"]
         if (adapter or forward or hooks) and module not in whole and not whole & set(fields["_modules"].values()):
             found[name] = module, _Additions(adapter, forward, hooks)
     return found
+
+
+def _reference(forward: Any) -> Any:
+    try:
+        return ref(forward)
+    except TypeError:  # a function in C, which nobody deletes
+        return forward
 
 
 @contextmanager
