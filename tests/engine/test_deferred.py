@@ -164,6 +164,27 @@ def test_a_plain_backward_and_a_step_of_the_engine_may_come_while_gradients_wait
     assert_same(found, [p.grad for p in other.parameters()])
 
 
+def test_a_backward_that_fails_is_an_error_when_an_optimizer_steps_without_it(model, monkeypatch):
+    def fails(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    optimizer = torch.optim.SGD(model.parameters())
+    engine, expected = tt.TreeEngine(model), plain_gradients(model)
+    scored = engine.score(ROWS)
+    loss_of(scored).backward()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr("treetrain.engine.score.Scoring.backward", fails)
+        scored.backward()
+    with pytest.raises(RuntimeError, match=r"have not gone through the tree.*zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    scored = engine.score(ROWS)
+    loss_of(scored).backward()
+    scored.backward()
+    assert_same([p.grad for p in model.parameters()], expected)
+    optimizer.step()
+
+
 def test_two_models_do_not_wait_for_each_other(model):
     other = make_model(seed=3)
     scored = tt.TreeEngine(model).score(ROWS)

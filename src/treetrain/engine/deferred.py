@@ -169,13 +169,21 @@ class Deferral:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside the block ``.grad`` is what lies beneath; after it, what other scores wait for is deferred again."""
+        """Inside the block ``.grad`` is the gradient beneath; after it, the gradients of other scores wait again.
+
+        Those of this score do too if the block fails: no optimizer may step without them unless they are dropped.
+        """
         found = [(p, p.grad) for p in self.parameters if isinstance(p.grad, DeferredGradient)]
+        own = [gradient for _, gradient in found if self in gradient.waits_for]
         for p, gradient in found:
             gradient.waits_for.pop(self, None)
             p.grad = gradient.beneath
         try:
             yield
+        except BaseException:
+            for gradient in own:
+                gradient.waits_for[self] = None
+            raise
         finally:
             for p, gradient in found:
                 gradient.beneath = p.grad
