@@ -15,10 +15,7 @@ _PUBLIC = {
     "from_messages": "treetrain.data.load",
     "load": "treetrain.data.load",
     "TokenTree": "treetrain.tree.token_tree",
-    "load_tree": "treetrain.tree.build",
     "build_tree": "treetrain.tree.build",
-    "Node": "treetrain.tree.nodes",
-    "NodeTrajectory": "treetrain.tree.nodes",
     "ModelShape": "treetrain.planning.cost",
     "CostModel": "treetrain.planning.cost",
     "Plan": "treetrain.planning.plan",
@@ -57,8 +54,6 @@ __all__ = [
     "CostModel",
     "DataError",
     "ModelShape",
-    "Node",
-    "NodeTrajectory",
     "Packed",
     "PackedPart",
     "Plan",
@@ -86,7 +81,6 @@ __all__ = [
     "load",
     "load_model",
     "load_tokenizer",
-    "load_tree",
     "logprobs",
     "losses",
     "make_plan",
@@ -141,9 +135,6 @@ if TYPE_CHECKING:
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
     from treetrain.tree.build import build_tree as build_tree
-    from treetrain.tree.build import load_tree as load_tree
-    from treetrain.tree.nodes import Node as Node
-    from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory
     from treetrain.tree.token_tree import TokenTree as TokenTree
     from treetrain.verification.verify import verify as verify
 

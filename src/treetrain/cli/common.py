@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from treetrain.data.trajectory import Trajectory
     from treetrain.inspection.report import Shape
-    from treetrain.tree.token_tree import TokenTree
     from treetrain.verification.verify import TreeReport
 
 SKIPPED = "treetrain-skipped.txt"
@@ -166,8 +165,6 @@ class ReadRows(NamedTuple):
     """None for token rows."""
     tokenizer: Any
     """None for token rows without --tokenizer."""
-    tree: "TokenTree | None" = None
-    """The token tree, if the files hold trees. It is not flattened: `rows` builds each row on access."""
 
 
 def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
@@ -176,14 +173,12 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     The model determines the tokenizer, and the vocabulary size and length that rows must fit.
     """
     from treetrain.data.load import detect_format, load
-    from treetrain.data.records import Notes
     from treetrain.planning.make import parse_budget
-    from treetrain.tree.build import holds_token_trees, load_tree
 
     parse_budget(getattr(options, "budget", None))  # a wrong one is refused before anything is read
     files = list(files or options.files)
     renamed = dict(options.map)
-    kind, why = detect_format(files[0], options.format, renamed)
+    kind, _ = detect_format(files[0], options.format, renamed)
     config = tokenizer = None
     wanted = options.tokenizer or (None if kind.tokens else options.model)
     if options.model is not None or wanted is not None:
@@ -192,12 +187,6 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         config = None if options.model is None else load_config(options.model).get_text_config()
         tokenizer = None if wanted is None else load_tokenizer(wanted)
     vocab_size, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
-    as_rows = options.map or options.where or options.on_error != "stop" or more.get("limit")
-    if kind.name == "nodes" and not as_rows and holds_token_trees(files[0]):
-        notes = Notes()
-        notes.add(f"{why or 'read as nodes'}; the trees are not flattened", None)
-        tree = load_tree(files, vocab_size=vocab_size, max_positions=positions, notes=notes)
-        return ReadRows(tree.trajectories, notes.lines(), "nodes", None, tokenizer, tree)
     given = ("format", "view", "train", "tools", "chat_template", "on_error")
     loaded = load(
         files,

@@ -68,33 +68,21 @@ def run(argv: Sequence[str]) -> int:
     if options.calibrate and (options.model is None or options.shape is not None):
         parser.error("--calibrate measures a model; name it with --model, and give no --shape")
     from treetrain.inspection.report import inspect_rows
-    from treetrain.inspection.sample import Sampler, rows_of_tree
-    from treetrain.tree.stats import tree_stats
+    from treetrain.inspection.sample import Sampler
 
     shape = find_shape(options.model, options.shape)
     out = console(stderr=True)
     with out.status("reading") as status:
         sampler = Sampler(progress=Progress(options.files, status.update if out.is_terminal else None))
         found = read(options, collect=sampler)
-        rows, stats = found.rows, None
-        if found.tree is not None:
-            rows, stats = rows_of_tree(found.tree), tree_stats(found.tree, shape.counts)
-    notes = found.notes
-    if stats is not None and len(rows) < stats.trajectories:
-        notes += (
-            f"the figures of the file are exact, from the tree as it is given. Its rows have {stats.flat:,} tokens, so "
-            "groups, batches, causes, the picture and the plan are of a sample of them: "
-            f"{len(rows):,} of {stats.trajectories:,} rows, in runs of neighbours in the tree",
-        )
+    rows, notes = found.rows, found.notes
     if sampler.share < 1:
         notes += (
             f"not all rows are kept in memory. The figures are of a sample: {len(rows):,} rows, {sampler.share:.2%} of "
             "the groups, each whole. Rows outside the sample were read but not checked",
         )
     print_notes(notes)
-    measured = inspect_rows(
-        rows, shape, view=found.view, tokenizer=found.tokenizer, batch_size=options.batch_size, stats=stats
-    )
+    measured = inspect_rows(rows, shape, view=found.view, tokenizer=found.tokenizer, batch_size=options.batch_size)
     inspection = dataclasses.replace(
         measured,
         files=tuple(options.files),

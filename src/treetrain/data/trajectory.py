@@ -1,11 +1,10 @@
 """One training row: token ids and per-token training data."""
 
-import abc
 import dataclasses
 import math
 from array import array as builtin_array
 from collections.abc import Hashable, Sequence
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Float64, Int16, Int32, Shaped
@@ -154,25 +153,6 @@ class Trajectory:
         scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
         given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
         return f"Trajectory({', '.join(given)})"
-
-
-class LazyTrajectories(Sequence[Trajectory]):
-    """Rows that are created on access and not kept. A subclass implements `__len__` and `row`."""
-
-    @abc.abstractmethod
-    def row(self, number: int) -> Trajectory:
-        """Build row 0 to K - 1."""
-
-    @overload
-    def __getitem__(self, number: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Trajectory]: ...
-    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
-        if isinstance(number, slice):
-            return [self.row(place) for place in range(*number.indices(len(self)))]
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"row {number} of {len(self)}")
-        return self.row(number % len(self))
 
 
 def common_prefix(one: Shaped[np.ndarray, " A"], other: Shaped[np.ndarray, " B"]) -> int:

@@ -27,7 +27,6 @@ from treetrain.engine.loss import (
     RowLoss,
     StepResult,
     as_loss,
-    name_of,
     needs_logprobs,
     summed,
 )
@@ -331,7 +330,7 @@ def prepare_step(
     """
     ranks = runtime.ranks
 
-    def checked() -> tuple[tuple[TokenTree, Loss, Any, Any], Any]:
+    def checked() -> tuple[tuple[TokenTree, Loss, Any], Any]:
         packed = as_loss(loss, normaliser)
         asked = runtime.checked().asked(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
         runtime.capabilities = asked
@@ -342,19 +341,11 @@ def prepare_step(
         runtime.check_hooks()
         tree = runtime.tree_of(trajectories)
         check_batch(tree, runtime.capabilities)
-        if tree.count == "once" and not packed.sums_tokens:
-            raise ValueError(
-                f"the tree counts each node's tokens once (count='once'), but {name_of(packed)} is no sum over tokens "
-                "by themselves, each with its weight, divided by the sum of weights. Take a loss that is (sft, "
-                "reinforce, ppo or distill with reduction='token', dapo, value), or count='per trajectory'; a loss of "
-                "your own that is one says sums_tokens = True"
-            )
-        rows = list(tree.trajectories)
-        announced = None if ranks.alone else _announcement(runtime, rows, packed, normaliser)
-        return (tree, packed, rows, predictions_of(tree, mask)), announced
+        announced = None if ranks.alone else _announcement(runtime, tree.trajectories, packed, normaliser)
+        return (tree, packed, predictions_of(tree, mask)), announced
 
-    (tree, loss, own_rows, predicted), answers = ranks.agree("forward_backward", checked)
-    rows: Sequence[Trajectory] | None = own_rows
+    (tree, loss, predicted), answers = ranks.agree("forward_backward", checked)
+    rows: Sequence[Trajectory] | None = tree.trajectories
     if not ranks.alone:
         for name in answers[0][0]:
             check_same(name, [settings[name] for settings, *_ in answers])
@@ -380,7 +371,7 @@ def prepare_step(
                 f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
             )
         weighted = not loss.reads_untrained
-        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted, rows=own_rows)
+        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
         return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None), None
 
     # Ranks with the same tokens may have different facts, so one rank may fail here and others not.
@@ -484,7 +475,7 @@ def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> Candidate | N
         return None
     if plan.num_parts < 2 or linear_work(tree).tokens > WORTH_A_LOOK * plan.layout.num_tokens:
         return None
-    rows = build_tree(list(tree.trajectories), merge=False)
+    rows = build_tree(tree.trajectories, merge=False)
     layout = _laid_out(rows, weighted=True)
     if budget is not None and int(layout.positions.max(initial=0)) >= budget:
         return None
@@ -627,7 +618,7 @@ class LinearEngine(TreeEngine):
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
         """See `Runtime.tree_of`; a tree that shares tokens is cut into its rows."""
         if isinstance(rows, TokenTree) and rows.num_tokens != rows.num_flat_tokens:
-            rows = list(rows.trajectories)
+            rows = rows.trajectories
         return as_tree(rows, merge=False)
 
     def plan_of(self, layout: PackedLayout) -> Plan:

@@ -204,7 +204,7 @@ class Loss:
     def sums_tokens(self) -> bool:
         """Whether the loss is sum(w x) / sum(w), and each x depends on one prediction only.
 
-        Otherwise a token cannot count once for all rows that share it (`TokenTree.from_nodes(count="once")`).
+        Otherwise a token cannot count once for all rows that share it (`count="once"`).
         """
         return self.by_prediction and self.reduction == "token"
 

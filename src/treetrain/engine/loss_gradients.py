@@ -79,7 +79,6 @@ class Batch(Selection):
         weighted: bool,
         every_token: bool = False,
         mask: Bool[np.ndarray, " _"] | None = None,
-        rows: Sequence[Trajectory] | None = None,
     ) -> "Batch":
         """Select what is computed of a tree.
 
@@ -87,7 +86,6 @@ class Batch(Selection):
             weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
             every_token: also compute tokens that no such prediction depends on.
             mask: compute only these, indexed by predicted token; see `predictions_of`.
-            rows: the tree's trajectories, if they are at hand: a tree made from nodes builds them.
         """
         wanted = tree.trained_predictions if weighted else np.ones(tree.num_flat_tokens, bool)
         predicted = tree.trained_edges()[0] > 0 if weighted else None
@@ -100,7 +98,7 @@ class Batch(Selection):
         edges, places = flat_reads(tree, layout, wanted)
         offsets = np.concatenate([[0], np.cumsum(np.maximum(tree.trajectory_length - 1, 0))])
         return cls(
-            rows=list(tree.trajectories) if rows is None else rows,
+            rows=tree.trajectories,
             used=np.delete(wanted, firsts[:-1][tree.trajectory_length > 0]),
             edges=edges,
             edge_rows=layout.edge_row_index[edges],

@@ -183,7 +183,6 @@ def inspect_rows(
     view: str | None = None,
     tokenizer: Any = None,
     batch_size: int = 8,
-    stats: TreeStats | None = None,
 ) -> Inspection:
     """Measure what rows share.
 
@@ -193,7 +192,6 @@ def inspect_rows(
         view: "calls" or "transcript"; None for token rows.
         tokenizer: anything with `decode`; examples then show text instead of ids.
         batch_size: rows of a batch, for the sharing that is left in batches.
-        stats: figures of a tree that was given as a tree, where `rows` are a sample of its trajectories.
     """
     tree = build_tree(rows)
     return Inspection(
@@ -201,7 +199,7 @@ def inspect_rows(
         tokenizer=tokenizer,
         shape=shape,
         tree=tree,
-        stats=stats or tree_stats(tree, shape.counts),
+        stats=tree_stats(tree, shape.counts),
         groups=sharing_within_groups(rows),
         longest_rows=_longest_rows(tree, shape.counts),
         trained_again=trained_again(rows, tree),

@@ -14,35 +14,15 @@ import numpy as np
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted
-from treetrain.tree.token_tree import TokenTree
 
 MEMORY_TOKENS = 1 << 25
 """All rows are kept up to this many flat tokens."""
 SAMPLE_TOKENS = 1 << 22
-"""Most flat tokens of a sample, unless one group or run is large. A larger one is cut to half of this."""
-TOGETHER = 64
-"""Number of neighbouring rows that a sample of a tree keeps together."""
+"""Most flat tokens of a sample, unless one group is large. A larger one is cut to half of this."""
 HASHES = 1 << 32
 """Number of possible hashes."""
 COMMON = 1 / 32
 """Rows without a group are grouped by a prefix long enough that no group has more than this share of the rows."""
-
-
-def rows_of_tree(
-    tree: TokenTree, *, memory_tokens: int = MEMORY_TOKENS, sample_tokens: int = SAMPLE_TOKENS
-) -> list[Trajectory]:
-    """The rows of a tree to keep: all, or random runs of neighbouring rows."""
-    if tree.num_flat_tokens <= memory_tokens:
-        return list(tree.trajectories)
-    order = np.argsort(tree.trajectory_last, kind="stable")
-    runs = np.split(order, range(TOGETHER, len(order), TOGETHER))
-    picked, tokens = [], 0
-    for run in np.random.default_rng(0).permutation(len(runs)).tolist():
-        picked += runs[run].tolist()
-        tokens += int(tree.trajectory_length[runs[run]].sum())
-        if tokens > sample_tokens:
-            break
-    return [tree.trajectories[row] for row in sorted(picked)]
 
 
 class Sampler:

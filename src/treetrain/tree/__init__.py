@@ -2,13 +2,10 @@
 
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, cut, flat_reads, pack
-from treetrain.tree.nodes import Node, NodeTrajectory
 from treetrain.tree.stats import TreeStats, tree_stats
 from treetrain.tree.token_tree import TokenTree
 
 __all__ = [
-    "Node",
-    "NodeTrajectory",
     "PackedLayout",
     "TokenTree",
     "TreeStats",

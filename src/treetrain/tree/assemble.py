@@ -1,7 +1,5 @@
 """Turn runs of tokens and their attach positions into a token tree's arrays: cut at forks, heaviest child first.
 
-Rows and nodes both use this code, so the same rollouts give identical arrays:
-
     runs     a b c d e     attach to                pieces    a b c ── d e
              f             the c of the first run                   └─ f
 

@@ -3,16 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
 from numpy.typing import NDArray
 
-from treetrain.data.once import Count
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.nodes import Node, NodeRows, NodeTrajectory, grow
 
 Bools = NDArray[np.bool_]
 
@@ -46,54 +43,16 @@ class TokenTree:
     """Each trajectory's last token; -1 for an empty one."""
     trajectory_length: Int64[np.ndarray, " K"]
     """Tokens of each trajectory."""
-    rows: Sequence[Trajectory | None] | NodeRows = field(repr=False)
-    """The K trajectories with their facts, None for a row given as ids only; `NodeRows` for a tree made from nodes."""
+    rows: Sequence[Trajectory | None] = field(repr=False)
+    """The K trajectories with their facts, None for a row given as ids only."""
     experts: Int16[np.ndarray, "N layers k"] | None = field(default=None, repr=False)
     """Recorded experts of each token, -1 where the router chooses; None if none were recorded."""
-
-    @classmethod
-    def from_nodes(
-        cls,
-        nodes: Sequence[Node],
-        trajectories: Sequence[int | NodeTrajectory],
-        *,
-        count: Count = "per trajectory",
-    ) -> Self:
-        """Build the tree of a rollout that is already a tree; equal to `build_tree` of its rows.
-
-        Args:
-            nodes: in any order; each names its parent by number, its ids and its per-token facts. Nodes on no
-                trajectory are left out.
-            trajectories: each trajectory's last node, as a number or a NodeTrajectory with the row's facts.
-            count: how often a node's tokens count in a loss. "per trajectory": once for every trajectory through the
-                node, as with separate rows. "once": once in all, for objectives on the tree such as process rewards
-                (TreeRL, arXiv 2506.11902). Then `trajectories` has a node's loss weights in the first row through it,
-                and 0 in the others. The engine rejects losses that are not sums over tokens (`Loss.sums_tokens`).
-
-        Siblings that start with the same tokens are merged as far as they agree, unless their keys differ;
-        each trajectory keeps its own nodes' facts. It has no fact that one of its trained nodes lacks, so a loss that
-        needs the fact is refused. Runs without a fork are joined. Nothing is flattened.
-
-        Raises:
-            DataError: a parent or last node that does not exist, a cycle, ids or facts that `Trajectory` rejects,
-                `advantages` of a trajectory with count="once".
-            ValueError: an unknown value of `count`.
-        """
-        arrays, last, rows = grow(nodes, trajectories, count)
-        length = np.zeros(len(last), np.int64)
-        length[last >= 0] = arrays.depth[last[last >= 0]] + 1
-        return cls(**arrays._asdict(), trajectory_last=last, trajectory_length=length, rows=rows)
 
     def __repr__(self) -> str:
         return (
             f"TokenTree(trajectories={self.num_trajectories}, flat={self.num_flat_tokens}, "
             f"unique={self.num_tokens}, segments={self.num_segments})"
         )
-
-    @property
-    def count(self) -> Count:
-        """How often the loss of a shared token counts; see `from_nodes`."""
-        return "once" if isinstance(self.rows, NodeRows) and self.rows.owner else "per trajectory"
 
     @property
     def num_tokens(self) -> int:
@@ -116,10 +75,8 @@ class TokenTree:
         return int(self.trajectory_length.sum())
 
     @cached_property
-    def trajectories(self) -> Sequence[Trajectory]:
-        """The K trajectories with their facts; a tree made from nodes builds each on access."""
-        if isinstance(self.rows, NodeRows):
-            return self.rows
+    def trajectories(self) -> list[Trajectory]:
+        """The K trajectories with their facts."""
         ids = self.tokens
         return [Trajectory(ids[self.path(k)]) if row is None else row for k, row in enumerate(self.rows)]
 
@@ -177,7 +134,7 @@ class TokenTree:
         return trained
 
     def trained_edges(self, rows: Bool[np.ndarray, " K"] | None = None) -> tuple[Int64s, Int64s]:
-        """Count the trained predictions of the tree, without flattening a tree made from nodes.
+        """Count the trained predictions of the tree.
 
         Args:
             rows: the trajectories that count; None counts all (and is cached).
@@ -189,8 +146,6 @@ class TokenTree:
         """
         if rows is None:
             return self._all_trained_edges
-        if isinstance(self.rows, NodeRows):
-            return self.rows.trained_edges(rows)
         offsets, index = self.paths()
         at = np.flatnonzero(self.trained_predictions & np.repeat(rows, self.trajectory_length))
         owner = np.repeat(np.arange(self.num_trajectories), self.trajectory_length)[at]

@@ -1,16 +1,14 @@
 """Trees given as trees: our own `nodes`, and the message graphs of verifiers, which prime-rl writes.
 
-`forests_of` gives the nodes as they are, for `tt.load_tree`, which flattens nothing. As a format of `tt.load` every
-trajectory is a row by itself.
+Every trajectory becomes a row: the tokens, or the messages, of the nodes from the root to its last one.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from treetrain.data.formats.tokens import PER_TOKEN_KEYS, trajectory_from_token_row
+from treetrain.data.formats.tokens import PER_TOKEN_KEYS
 from treetrain.data.records import FACT_KEYS, Format, Notes, Record, facts, field, look_up, objects
-from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted
 
 NODE_FACTS = ("loss_weights", *PER_TOKEN_KEYS)
@@ -41,7 +39,7 @@ class Forest:
         return path[::-1]
 
 
-def forests_of(record: Record, notes: Notes) -> list[Forest]:
+def _forests_of(record: Record, notes: Notes) -> list[Forest]:
     """The forest of a record; of a recorded episode, one for each of its traces. `notes` receives what is not used."""
     if "traces" in record:
         forests = [_trace(trace, facts(record)) for trace in objects(record, "traces")]
@@ -165,7 +163,7 @@ def _trace(trace: Record, known: dict[str, Any]) -> Forest:
 def read_nodes(record: Record, notes: Notes) -> list[Record]:
     """Every trajectory as a row of its own: the tokens or messages from the root to its last node."""
     rows = []
-    for forest in forests_of(record, notes):
+    for forest in _forests_of(record, notes):
         for number, end in enumerate(forest.ends):
             path = [forest.nodes[node] for node in forest.path(end["node"])]
             row = {name: value for name, value in end.items() if name in FACT_KEYS and value is not None}
@@ -178,7 +176,7 @@ def read_nodes(record: Record, notes: Notes) -> list[Record]:
                         f"the path to node {end['node']} mixes nodes of tokens and of messages; give one of them"
                     )
                 rows.append(
-                    row | forest.shared | {"messages": [one for node in path for one in weighted_messages(node)]}
+                    row | forest.shared | {"messages": [one for node in path for one in _weighted_messages(node)]}
                 )
                 continue
             row["input_ids"] = [token for node in path for token in node["ids"]]
@@ -190,19 +188,7 @@ def read_nodes(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def content_of(node: Record) -> Trajectory:
-    """The ids and facts of a node of tokens, checked as those of a row are."""
-    # Entry 0 of a row predicts nothing; the first token of a node with a parent is predicted.
-    lead = 0 if node["parent"] is None else 1
-    names = [name for name in NODE_FACTS if name in node]
-    row = {name: [0.0] * lead + _per_token(node, name, None) for name in names}
-    whole = trajectory_from_token_row(row | {"input_ids": [0] * lead + node["ids"]}, Notes())
-    facts = {name: getattr(whole, name) for name in names}
-    facts = {name: value if value is None else value[lead:] for name, value in facts.items()}
-    return Trajectory(whole.ids[lead:], **facts, key=node.get("key"))
-
-
-def weighted_messages(node: Record) -> list[Any]:
+def _weighted_messages(node: Record) -> list[Any]:
     """The node's messages with the node's weight."""
     weight = node.get("loss_weights")
     return [
