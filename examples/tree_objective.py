@@ -4,8 +4,8 @@
 
 The model continues a prompt in several ways, each of these in several ways again, and so on. The value of a step is the
 mean reward of the answers below it. Its advantage is its value relative to the prompt and to the step before it, as in
-TreeRL (arXiv 2506.11902, section 3.3). A step shared by nine answers is one decision of the policy, so its tokens count
-once in the loss (`count="once"`), not nine times as in a loss over answers.
+TreeRL (arXiv 2506.11902, section 3.3). A step shared by nine answers is one decision of the policy, so its tokens have
+their loss weight in one of the nine rows, and do not count nine times as in a loss over answers.
 """
 
 import argparse
@@ -49,6 +49,27 @@ def advantages_of(ids: list[list[int]], parents: list[int]) -> tuple[list[float]
     return gains, leaves, value[0]
 
 
+def rows_of(ids: list[list[int]], parents: list[int], gains: list[float], leaves: list[int]) -> list[tt.Trajectory]:
+    """A row for every leaf, with the advantages of its nodes. A node has its loss weight in the first row through it.
+
+    `count="once"` would compare tokens. Here every node is a decision, also where two begin with the same tokens.
+    """
+    rows, counted = [], {0}  # the prompt is not trained
+    for leaf in leaves:
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        rows.append(
+            tt.Trajectory(
+                [token for node in path for token in ids[node]],
+                loss_weights=[float(node not in counted) for node in path for _ in ids[node]],
+                advantages=[gains[node] for node in path for _ in ids[node]],
+            )
+        )
+        counted.update(path)
+    return rows
+
+
 def main(
     iterations: int = 12, branches: int = 3, depth: int = 3, tokens: int = 8, lr: float = 6e-3, seed: int = 0
 ) -> list[dict[str, float]]:
@@ -64,14 +85,12 @@ def main(
     for iteration in range(iterations):
         ids, parents = grow(model, prompt, branches, depth, tokens)
         gains, leaves, reward = advantages_of(ids, parents)
-        nodes = [tt.Node(None, prompt, loss_weights=0.0)]
-        nodes += [tt.Node(parents[n], ids[n], advantages=gains[n]) for n in range(1, len(ids))]
-        tree = tt.TokenTree.from_nodes(nodes, leaves, count="once")
-        result = engine.forward_backward(tree, loss_fn)
+        rows = rows_of(ids, parents, gains, leaves)
+        result = engine.forward_backward(rows, loss_fn)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        counted = tt.stats(tree).trained_flat
+        counted = tt.stats(rows).trained_flat
         history.append({"reward": reward, "loss": result.loss, "trained": counted, "flat": result.flat_tokens})
         print(
             f"iteration {iteration}: reward {reward:.3f}, {counted} tokens trained of {result.flat_tokens} in all rows"

@@ -58,19 +58,10 @@ SIGNATURES = {
         "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, "
         "key=None, episode=None, experts=None)"
     ),
-    "Node": (
-        "(parent, ids, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, "
-        "rollout_logprobs=None, teacher_logprobs=None, values=None, returns=None, key=None)"
-    ),
-    "NodeTrajectory": (
-        "(*, node, advantages=None, reward=None, group=None, pair=None, chosen=None, id=None, episode=None)"
-    ),
     "from_messages": (
         "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
         "map=None, where=None, on_error='stop', count='per trajectory')"
     ),
-    "load_tree": "(path, *, tokenizer=None, chat_template=None, count='per trajectory', "
-    "vocab_size=None, max_positions=None, notes=None)",
     "ModelShape": (
         "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, experts=0, experts_per_token=0)"
     ),
@@ -105,7 +96,6 @@ METHODS = {
     "CostModel.from_shape": "(shape, device='cpu', *, dtype_bytes=4, checkpointing=False)",
     "CostModel.peak_bytes": "(self, plan)",
     "CostModel.seconds": "(self, plan)",
-    "TokenTree.from_nodes": "(nodes, trajectories, *, count='per trajectory')",
     "TokenTree.path": "(self, number)",
     "TokenTree.paths": "(self)",
     "ModelShape.named": "(name)",

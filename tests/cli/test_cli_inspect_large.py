@@ -2,8 +2,7 @@
 
 import json
 
-from treetrain.inspection.sample import Sampler, rows_of_tree
-from treetrain.tree.nodes import NodeRows
+from treetrain.inspection.sample import Sampler
 
 
 def test_inspect_of_a_sample_says_so(treetrain, monkeypatch, tmp_path) -> None:
@@ -23,17 +22,3 @@ def test_inspect_of_a_sample_says_so(treetrain, monkeypatch, tmp_path) -> None:
     page = (tmp_path / "page.html").read_text()
     assert "This is a sample of whole groups" in page
     assert "a sample: " in treetrain("inspect", path).out
-
-
-def test_a_tree_given_as_a_tree_is_inspected_without_flattening_it(treetrain, monkeypatch, tmp_path) -> None:
-    stem = [{"id": f"s{d}", "parent": f"s{d - 1}" if d else None, "tokens": [d], "loss_weights": 0} for d in range(300)]
-    leaves = [{"id": f"l{d}", "parent": f"s{d}", "tokens": [1, 2], "reward": d % 2} for d in range(300)]
-    path = tmp_path / "tree.jsonl"
-    path.write_text(json.dumps({"group": "g", "nodes": stem + leaves}))
-    as_rows = treetrain("inspect", path, "--json", "--on_error", "skip").json
-    monkeypatch.setattr(rows_of_tree, "__kwdefaults__", {"memory_tokens": 1000, "sample_tokens": 500})
-    built, row = [], NodeRows.row
-    monkeypatch.setattr(NodeRows, "row", lambda self, number: built.append(number) or row(self, number))
-    answer = treetrain("inspect", path, "--json")
-    assert answer.json["file"] == as_rows["file"] and "from the tree as it is given" in answer.err
-    assert 0 < len(built) < 200

@@ -158,14 +158,12 @@ def test_a_budget_and_the_linear_baseline_make_no_wait(model):
     assert no_wait(model, sft(), LinearEngine, pack_tokens=6).parts > 1
 
 
-def test_a_loss_of_the_users_own_and_a_tree_of_nodes_make_no_wait(model):
+def test_a_loss_of_the_users_own_makes_no_wait(model):
     def own(logprobs, entropies, trajectory):
         return -logprobs.sum(), {"mean": (logprobs.sum(), float(len(logprobs))), "rows": 1.0}
 
     own.normaliser = lambda rows: 3.0  # type: ignore[attr-defined]
     no_wait(model, own, CHUNKS)
-    nodes = [tt.Node(None, [1, 2, 3]), tt.Node(0, [4, 5]), tt.Node(0, [6])]
-    no_wait(model, sft(), CHUNKS, rows=tt.TokenTree.from_nodes(nodes, [1, 2]))
 
 
 def test_values_adapters_and_checkpointed_layers_make_no_wait():

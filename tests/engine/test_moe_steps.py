@@ -174,14 +174,12 @@ def test_a_loss_over_the_whole_batch_in_parts_has_the_auxiliary_loss_too():
         check(model, planned(shape, "mixed")(model).forward_backward(rows, Spread()).loss, expected)
 
 
-def test_a_tree_of_nodes_counts_every_row_through_a_token():
-    nodes = [tt.Node(None, [1, 2, 3]), tt.Node(0, [4, 5, 6]), tt.Node(0, [7, 8])]
+def test_every_row_through_a_token_counts():
     model = model_with()
     rows = [tt.Trajectory(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 2, 3])]
     expected = reference(model, rows)
     model.zero_grad()
-    tree = tt.TokenTree.from_nodes(nodes, [1, 2, 2, 0])
-    check(model, tt.TreeEngine(model).forward_backward(tree, LOSS).loss, expected)
+    check(model, tt.TreeEngine(model).forward_backward(rows, LOSS).loss, expected)
 
 
 @pytest.mark.parametrize("kind", ["engine", "parts", "rows", "log-probabilities", "scores"])

@@ -1,6 +1,5 @@
 """The numerics contract of preference losses, corrections and the other policy losses; steps over calls."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -80,35 +79,3 @@ def test_the_linear_engine_gives_the_same(model, name):
     assert packed.parts > 1
     assert linear.relative_error(got, gradient) <= 1e-12
     assert packed.metrics == pytest.approx(whole.metrics, rel=1e-10)
-
-
-NODES = [
-    tt.Node(None, [1, 2, 3], loss_weights=0.0),
-    tt.Node(0, [4, 5]),
-    tt.Node(0, [6, 7, 8]),
-    tt.Node(1, [9, 3]),
-    tt.Node(1, [2]),
-]
-FACTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_tree_of_nodes_trains_like_its_rows(model, name):
-    rng = np.random.default_rng(3)
-    nodes = []
-    for node in NODES:
-        size = len(node.ids)  # type: ignore[arg-type]
-        facts = {fact: rng.uniform(-4.4, -2.8, size) for fact in FACTS}
-        nodes.append(tt.Node(node.parent, node.ids, loss_weights=node.loss_weights, **facts))
-    labels = [(0, True), (0, False), (1, False), (1, True)]
-    ends = [
-        tt.tree.NodeTrajectory(node=node, advantages=float(rng.normal()), group=k % 2, pair=pair, chosen=chosen)
-        for k, (node, (pair, chosen)) in enumerate(zip((2, 3, 4, 3), labels))
-    ]
-    tree = tt.TokenTree.from_nodes(nodes, ends)
-    found, gradient = run(model, tree, EVERY[name].loss)
-    expected, by_rows = run(model, list(tree.trajectories), EVERY[name].loss)
-    assert gradient.norm() > 0
-    assert linear.relative_error(gradient, by_rows) <= 1e-12
-    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
-    assert found.metrics == pytest.approx(expected.metrics, rel=1e-10)

@@ -375,29 +375,6 @@ def test_verify_holds_critics_and_actor_critics_against_the_plain_model(budget):
     assert all(p.grad is None for p in [*model.parameters(), *head.parameters()])
 
 
-def test_values_of_nodes_are_trained_without_flattening_as_their_rows_are():
-    model = critic()
-    rng = np.random.default_rng(0)
-
-    def node(parent, ids):
-        facts = {name: rng.normal(size=len(ids)) for name in ("values", "returns")}
-        return tt.Node(parent, ids, **facts)
-
-    nodes = [node(-1, [1, 2, 3]), node(0, [4, 5]), node(0, [6])]
-    tree = tt.TokenTree.from_nodes(nodes, [tt.NodeTrajectory(node=1), tt.NodeTrajectory(node=2)])
-    with PureFloat64():
-        loss = expected_step_of(model, list(tree.trajectories))
-        truth = gradients(model)
-        model.zero_grad()
-        result = tt.TreeEngine(model, budget=3).forward_backward(tree, tt.losses.value())
-    assert result.loss == pytest.approx(loss, rel=1e-12)
-    assert linear.relative_error(gradients(model), truth) <= 1e-12
-
-
-def expected_step_of(model, rows) -> float:
-    return expected_step(model, [row.replace(loss_weights=np.ones(len(row))) for row in rows], policy=False)
-
-
 def test_a_batch_loss_on_values_runs_in_two_phases_and_is_exact():
     class Spread:
         """Variance of the rows' last values: no sum over rows."""

@@ -15,8 +15,6 @@ from treetrain.inspection.report import Shape, inspect_rows
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan
 from treetrain.tree.build import build_tree
-from treetrain.tree.nodes import Node
-from treetrain.tree.token_tree import TokenTree
 
 SHAPE = Shape(counts=ModelShape.named("qwen3-0.6b").counts(), name="qwen3-0.6b", assumed=False)
 
@@ -180,11 +178,10 @@ def test_the_page_is_one_small_file_that_no_text_breaks_out_of(tmp_path) -> None
     }
 
 
-def test_a_tree_of_nothing_and_a_tree_of_nodes_have_a_page(tmp_path) -> None:
+def test_a_tree_of_nothing_has_a_page_and_bare_ids_are_trained(tmp_path) -> None:
     empty = inspect_rows([Trajectory([])], SHAPE)
     assert "0 trajectories" in write_page(empty, tmp_path / "empty.html").read_text()
-    nodes = TokenTree.from_nodes([Node(None, [1, 2]), Node(0, [3]), Node(0, [4])], [1, 2])
-    assert KINDS[draw(nodes).kind[0]] == "trained"
+    assert KINDS[draw(build_tree([[1, 2, 3], [1, 2, 4]])).kind[0]] == "trained"
 
 
 USE = """

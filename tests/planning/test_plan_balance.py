@@ -11,7 +11,6 @@ from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
-from treetrain.tree.nodes import Node
 from treetrain.tree.token_tree import TokenTree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
@@ -149,21 +148,6 @@ def test_whole_rows_are_balanced_where_training_needs_little_of_them():
     assert balance(tree, None, 4).unique == 8
     found = balance(tree, None, 4, whole_rows=True)
     assert found.unique == 56 and found.tokens.tolist() == [14] * 4
-
-
-def test_a_tree_from_nodes_is_cut_like_that_of_its_rows():
-    rng = np.random.default_rng(0)
-    nodes = [Node(parent=None, ids=[1, 2, 3], loss_weights=[0, 0, 0])]
-    for number in range(1, 40):
-        nodes.append(
-            Node(parent=int(rng.integers(number)), ids=[100 + number, *rng.integers(0, 9, rng.integers(1, 9))])
-        )
-    tree = TokenTree.from_nodes(nodes, list(range(40)))
-    same = build_tree(list(tree.trajectories))
-    for ranks in (2, 5):
-        ours, theirs = balance(tree, PRICES, ranks), balance(same, PRICES, ranks)
-        assert [a.tolist() for a in ours.trajectories] == [a.tolist() for a in theirs.trajectories]
-        assert ours.seconds == pytest.approx(theirs.seconds)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 2.5, True, None])

@@ -123,10 +123,3 @@ def test_it_takes_rows_as_the_engine_does(model, rows):
         report = tt.verify(model, given)
         assert report.passed and report.loss_tree == expected.loss_tree
         assert (report.trajectories, report.flat_tokens) == (4, 44)
-
-
-def test_a_tree_of_nodes_is_verified(model):
-    prompt = tt.Node(None, [1, 2, 3], loss_weights=0.0)
-    nodes = [prompt, tt.Node(0, [4, 5], advantages=0.5), tt.Node(0, [6, 7, 8], advantages=-1.0)]
-    tree = tt.TokenTree.from_nodes(nodes, [1, 2])
-    assert tt.verify(model, tree, loss=tt.losses.reinforce()).passed
