@@ -6,6 +6,7 @@ from torch import nn
 
 from support.models import make_model
 from support.plans import planned
+from treetrain.engine.deferred import allocated_gradient
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 
@@ -63,7 +64,7 @@ def test_a_change_between_score_and_backward_is_refused_by_name(name):
     change(model)
     with pytest.raises(RuntimeError, match=rf"switched between TreeEngine\.score and its backward \({says}"):
         scored.backward()
-    assert all(p.grad is None for p in model.parameters())
+    assert all(allocated_gradient(p) is None for p in model.parameters())
 
 
 def test_a_buffer_of_the_value_head_is_seen_too():

@@ -23,6 +23,7 @@ import treetrain as tt
 from support.models import make_model
 from support.plans import planned
 from treetrain.device_arrays import on_device, to_device
+from treetrain.engine import engine as engine_module
 from treetrain.engine import runtime
 from treetrain.engine.engine import LinearEngine
 from treetrain.linear_attention.scans import Scans
@@ -102,6 +103,8 @@ def on_meta() -> Iterator[None]:
         # What meta has not: a backend, free memory, autocast.
         replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
         replace(runtime, "free_bytes", lambda device: 1 << 40)
+        # Once for a model, before its first step: a probe of adapters, whose random numbers come from the host.
+        replace(engine_module, "token_mixing_checked", lambda runtime: contextlib.nullcontext())
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)
         replace(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)

@@ -52,7 +52,7 @@ def test_pairs_of_tree_and_rows_are_counted_by_reach(reach):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'qwen9'; there are qwen3-0\.6b, "):
+    with pytest.raises(ValueError, match=r"'qwen9'; known: qwen3-0\.6b, "):
         ModelShape.named("qwen9")
 
 

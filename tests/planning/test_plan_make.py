@@ -137,7 +137,7 @@ def test_rows_are_planned_and_counted_as_their_tree_is_and_shapes_go_by_their_na
 
 @pytest.mark.parametrize("call", [make_plan, lambda rows, cost: dispatch(rows, cost, 2), stats])
 def test_an_unknown_name_of_a_shape_is_refused_with_those_that_there_are(call):
-    with pytest.raises(ValueError, match=r"no model shape is named 'qwen9'; there are qwen3-0\.6b, "):
+    with pytest.raises(ValueError, match=r"no model shape is named 'qwen9'; known: qwen3-0\.6b, "):
         call([[1, 2], [1, 3]], "qwen9")
 
 

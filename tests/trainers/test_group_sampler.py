@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import chain
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,10 +103,11 @@ def test_a_missing_column_is_an_error_that_names_those_there():
 
 
 def test_streams_and_trainers_that_generate_are_refused():
-    trainer = SimpleNamespace(train_dataset=iter([]), args=None)
+    trainer = Trainer.__new__(Trainer)
+    vars(trainer).update(train_dataset=iter([]), args=None)
     with pytest.raises(DataError, match="a stream without a length"):
         tt.group_batches(trainer)
-    trainer = SimpleNamespace(train_dataset=[], args=None, num_generations=4)
+    vars(trainer).update(train_dataset=[], num_generations=4)
     with pytest.raises(DataError, match="draws whole groups of completions itself"):
         tt.group_batches(trainer)
 

@@ -119,7 +119,7 @@ def test_it_takes_rows_as_the_engine_does(model, rows):
     plain = [row.replace(loss_weights=None, advantages=None, old_logprobs=None) for row in rows]
     ids = [row.ids for row in plain]
     expected = tt.verify(model, plain)
-    for given in (ids, [row.tolist() for row in ids], torch.from_numpy(np.stack(ids)), tt.build_tree(plain)):
+    for given in (ids, [row.tolist() for row in ids], list(torch.from_numpy(np.stack(ids))), tt.build_tree(plain)):
         report = tt.verify(model, given)
         assert report.passed and report.loss_tree == expected.loss_tree
         assert (report.trajectories, report.flat_tokens) == (4, 44)

@@ -296,6 +296,8 @@ def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) ->
             f"{name} brings code of its own, which is not run; use a model that transformers knows, or in Python load "
             "it with trust_remote_code=True"
         )
+    if isinstance(error, ValueError) and "attn_implementation" in str(error):
+        return UnsupportedModel(f'{name} does not run by this attention: {reason}; give attn_implementation="eager"')
     if isinstance(error, ValueError) and what != "tokenizer":
         return UnsupportedModel(f"{name} holds no {what} that transformers knows: {reason}")
     if folder is not None:

@@ -414,7 +414,8 @@ class CostModel:
     @classmethod
     def of(cls, cost: "CostModel | ModelShape | str") -> "CostModel":
         """A cost model; from a shape or its name, by formula on a CPU."""
-        expect("cost", cost, (CostModel, ModelShape, str), "a CostModel, a ModelShape or its name, such as qwen3-8b")
+        if not hasattr(cost, "seconds"):  # prices of one's own have the same methods
+            expect("cost", cost, (ModelShape, str), "a CostModel, a ModelShape or its name, such as qwen3-8b")
         return cls.from_shape(ModelShape.of(cost)) if isinstance(cost, ModelShape | str) else cost
 
     @classmethod
