@@ -176,7 +176,9 @@ def answer_of(case: str, known: dict[str, Any]) -> str:
                 main([*argv, *TRAIN] if argv[0] == "train" else argv)
             except (Exception, SystemExit):
                 traceback.print_exc()
-            return shown.getvalue().strip()
+            # Said before every run; the folder of the test has another name each time.
+            lines = shown.getvalue().strip().splitlines()
+            return "\n".join(line for line in lines if not line.startswith("note: the run is written to"))
         try:
             exec(case.removeprefix(">>> "), dict(known))
         except Exception as error:
