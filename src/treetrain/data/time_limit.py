@@ -27,7 +27,7 @@ _INTERVAL = 0.1
 
 
 class _Expired(TimeoutError):
-    """What is sent; a call may raise a TimeoutError of its own."""
+    """The exception that the watcher sends; a call may raise a TimeoutError of its own."""
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
