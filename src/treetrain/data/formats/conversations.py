@@ -99,7 +99,7 @@ def prompt_of(given: Any, notes: Notes) -> tuple[list[Any], dict[str, Any]]:
 
 
 def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
-    """What a model answered: for every choice its messages, several where it went on after results of tools.
+    """The answers of a model: for every choice its messages, several where it went on after results of tools.
 
     Args:
         given: the body of a response of any API, a list of choices, messages or items, or a text.
