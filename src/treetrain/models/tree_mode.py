@@ -14,7 +14,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
@@ -113,17 +113,21 @@ def _set(stack: ExitStack, holder: Any, name: str, value: Any) -> None:
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace one module's ``forward`` within the block; hooks around it still run."""
-    had_own, before = "forward" in vars(module), vars(module).get("forward")
-    module.forward = forward
+def replaced(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside the block."""
+    before = {name: vars(target)[name] for name in values if name in vars(target)}
+    vars(target).update(values)
     try:
         yield
     finally:
-        if had_own:
-            module.forward = before  # type: ignore[assignment]
-        else:
-            del module.forward
+        for name in values:
+            del vars(target)[name]
+        vars(target).update(before)
+
+
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Replace one module's ``forward`` within a block; hooks around it still run."""
+    return replaced(module, forward=forward)
 
 
 # ---- attention

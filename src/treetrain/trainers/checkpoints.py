@@ -40,6 +40,7 @@ from transformers import Trainer, TrainerCallback
 
 from treetrain.engine.distributed import Ranks, own_part
 from treetrain.errors import RanksDisagree, shortened
+from treetrain.models.tree_mode import replaced
 from treetrain.trainers.checkpoint_files import (
     CheckpointNotWritten,
     TornCheckpoint,
@@ -570,19 +571,6 @@ def _named_misfits(checkpoint: str | Path | None, callback: "_StepCallback | Non
         raise ValueError(
             f"cannot go on from {checkpoint}, which does not fit: {type(error).__name__}: {said}"
         ) from error
-
-
-@contextmanager
-def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the block."""
-    before = {name: vars(target)[name] for name in values if name in vars(target)}
-    vars(target).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del vars(target)[name]
-        vars(target).update(before)
 
 
 OWN_STATE = ("_tr_loss", "_globalstep_last_logged", "_skipped", "_skipped_in_a_row")

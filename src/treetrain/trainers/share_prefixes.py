@@ -30,10 +30,9 @@ from treetrain.engine.model_state import switches_of
 from treetrain.engine.score import Scored
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
-from treetrain.models.tree_mode import RUN_KEYWORD
+from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
 from treetrain.trainers.batches import TREE_INDEX, Rows, model_inputs, rows_of, tree_of
-from treetrain.trainers.checkpoints import replaced
 from treetrain.trainers.first_step import Seam, Shared, compare_with_plain
 from treetrain.trainers.gains import Gains
 from treetrain.tree.token_tree import TokenTree
