@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data import Trajectory, group_advantages
+from treetrain.data.advantages import group_advantages
+from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
 

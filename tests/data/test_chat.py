@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from treetrain.data import Renderer
-from treetrain.data.chat import ChatReader
+from treetrain.data.chat import ChatReader, Renderer
 from treetrain.data.messages import clean_messages, read_tools
 from treetrain.data.records import Notes, ReadSettings
 from treetrain.errors import DataError

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import numpy as np
 import pytest
 
-from treetrain.data import from_messages, load
+from treetrain.data.load import from_messages, load
 from treetrain.errors import DataError
 
 SYSTEM = "be brief"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from treetrain.data import from_messages
+from treetrain.data.load import from_messages
 from treetrain.tree import build_tree
 
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from treetrain.data import from_messages, load
+from treetrain.data.load import from_messages, load
 
 SAMPLES = Path(__file__).parent / "samples"
 # The ids of the two calls in every sample of token ids: prompt, answer, log-probabilities.

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treetrain.data import from_messages
 from treetrain.data.files import MAGIC, read_records
+from treetrain.data.load import from_messages
 from treetrain.errors import DataError
 
 SAMPLES = {

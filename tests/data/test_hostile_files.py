@@ -21,7 +21,8 @@ import pyarrow.parquet
 import pytest
 
 import treetrain as tt
-from treetrain.data import chat, files, load
+from treetrain.data import chat, files
+from treetrain.data.load import load
 from treetrain.data.time_limit import within
 from treetrain.errors import DataError
 

@@ -6,7 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from treetrain.data import chat_template_text, group_advantages, load
+from treetrain.data.advantages import group_advantages
+from treetrain.data.chat import chat_template_text
+from treetrain.data.load import load
 from treetrain.errors import DataError
 
 TALK = {
@@ -127,9 +129,20 @@ def test_the_built_in_template_writes_tools_reasoning_and_several_calls(write_ro
     )
 
 
+def loaded_by(code):
+    code = f"import sys; {code}; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(found.stdout.split())
+
+
 def test_reading_imports_no_torch():
-    code = "import sys, treetrain.data; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert loaded_by("import treetrain.data.load").isdisjoint({"torch", "transformers"})
+
+
+def test_a_training_step_imports_no_reader_of_logs():
+    found = loaded_by("import treetrain as tt; tt.TreeEngine; tt.share_prefixes")
+    rooms = {name.removeprefix("treetrain.data.") for name in found if name.startswith("treetrain.data.")}
+    assert "trajectory" in rooms and rooms <= {"trajectory", "columns", "advantages", "once"}
 
 
 @pytest.fixture(scope="module")

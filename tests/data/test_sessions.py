@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treetrain.data import load
+from treetrain.data.load import load
 from treetrain.errors import DataError
 
 SAMPLES = Path(__file__).parent / "samples"

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from treetrain.data import load
+from treetrain.data.load import load
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 

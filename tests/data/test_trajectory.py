@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data import Trajectory
+from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
 NAN = float("nan")

@@ -9,15 +9,17 @@ they begin. Rows without one are compared with each other.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.columns import GIVEN, Int64s, codes_of, sorted_by_prefix
-from treetrain.data.records import Notes
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted
+
+if TYPE_CHECKING:
+    from treetrain.data.records import Notes
 
 Count = Literal["per trajectory", "once"]
 
@@ -32,7 +34,7 @@ def checked_count(count: str) -> Count:
 def count_once(
     rows: Iterable[Trajectory],
     advantages: Sequence[float] | NDArray[Any] | None = None,
-    notes: Notes | None = None,
+    notes: "Notes | None" = None,
 ) -> list[Trajectory]:
     """Leave the weight of every sampled token in the first row that trains it, and make it 0 in later rows.
 
