@@ -27,11 +27,12 @@ from treetrain.planning.collective_order import (
     choose,
     offers_of,
     order_seconds,
-    plan_ranks,
 )
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import DEVICES
-from treetrain.planning.simulate import Split, state_bytes
+from treetrain.simulation.rank_plans import plan_ranks
+from treetrain.simulation.simulate import state_bytes
+from treetrain.simulation.splits import Split
 from treetrain.tree import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree

@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import rows as result_rows
+from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import DEVICES, Device
-from treetrain.planning.simulate import OPTIMISER_BYTES, Simulation, Split, engine_cost, simulate
+from treetrain.simulation.simulate import OPTIMISER_BYTES, Simulation, simulate
+from treetrain.simulation.splits import Split
 from treetrain.tree.build import build_tree
 from workloads import DATA, VOCAB, load_workload
 
@@ -195,7 +197,7 @@ def compared(
 ) -> dict[str, Any]:
     """A row: predicted beside measured. Raises RuntimeError where counts differ."""
     from treetrain.engine.costs import cost_of
-    from treetrain.planning.collective_order import plan_ranks
+    from treetrain.simulation.rank_plans import plan_ranks
 
     cost, split, preset = cost_of(small_model()), splits(size)[parallel], Device.of_kind("cpu", 4)
     device, speeds = described(told, cost.speeds, cost.counts.parameters)
@@ -203,7 +205,7 @@ def compared(
     assert isinstance(said, Simulation)
     planned = plan_ranks(
         tree,
-        engine_cost(cost.counts, split, preset),
+        CostModel.on(preset, cost.counts, shards=split.shards, copies=split.copies),
         split.data,
         budget=BUDGET * split.context,
         aligned=split.shards > 1,

@@ -8,6 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "treetrain"
 LAYERS = (
     "cli",
+    "simulation",
     "integrations",
     "trainers",
     "testing",
@@ -26,7 +27,7 @@ LAYERS = (
     "errors",
 )
 """From the top down; a layer may import itself and what stands after it."""
-WITHOUT_TORCH = ("inspection", "planning", "tree", "data", "errors")
+WITHOUT_TORCH = ("simulation", "inspection", "planning", "tree", "data", "errors")
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
@@ -104,6 +105,15 @@ def test_the_engine_knows_no_losses_and_losses_only_its_protocol():
 def test_inspection_planning_trees_and_data_never_import_torch(path):
     names = {name.split(".")[0] for name in imports(path)}
     assert not names & {"torch", "transformers", "peft"}
+
+
+def test_the_simulator_builds_on_planning_and_nothing_runs_through_it_but_the_command():
+    for path in FILES:
+        own, named = layer(module_name(path)), {layer(name) for name in imports(path)}
+        if own == "simulation":
+            assert named <= {None, "simulation", "planning", "tree", "data", "errors"}, path
+        elif "simulation" in named:
+            assert path.relative_to(SOURCE).as_posix() == "cli/simulate.py", path
 
 
 def test_attention_knows_no_plans():

@@ -11,7 +11,8 @@ import pytest
 from treetrain.data.load import load
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import DEVICES
-from treetrain.planning.simulate import simulate, splits_of
+from treetrain.simulation.simulate import simulate
+from treetrain.simulation.splits import splits_of
 from treetrain.tree.build import build_tree
 
 

@@ -15,9 +15,11 @@ import treetrain as tt
 from support.models import make_model
 from treetrain.engine.costs import cost_of
 from treetrain.planning.balance import dispatch
-from treetrain.planning.collective_order import RankPlans, plan_ranks
+from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import Device
-from treetrain.planning.simulate import Split, engine_cost, simulate
+from treetrain.simulation.rank_plans import RankPlans, plan_ranks
+from treetrain.simulation.simulate import simulate
+from treetrain.simulation.splits import Split
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
@@ -97,7 +99,7 @@ PRESET = Device.of_kind("cpu", 4)
 
 def planned(split: Split, **options: Any) -> RankPlans:
     """The plans of all ranks as the engine makes them."""
-    cost = engine_cost(cost_of(make_model("qwen3", **SIZES)).counts, split, PRESET)
+    cost = CostModel.on(PRESET, cost_of(make_model("qwen3", **SIZES)).counts, shards=split.shards, copies=split.copies)
     return plan_ranks(build_tree(rows()), cost, split.data, aligned=split.shards > 1, **options)
 
 

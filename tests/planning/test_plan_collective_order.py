@@ -13,12 +13,12 @@ from treetrain.planning.collective_order import (
     largest_first,
     offers_of,
     order_seconds,
-    plan_ranks,
     timed_order,
 )
 from treetrain.planning.cost import CostModel, ModelShape, Passes
 from treetrain.planning.make import make_plan
 from treetrain.planning.plan import Plan
+from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack

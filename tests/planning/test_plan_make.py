@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from support.plans import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import dispatch
-from treetrain.planning.collective_order import plan_ranks
 from treetrain.planning.cost import CostModel, ModelShape, stats
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan, parse_budget
 from treetrain.planning.partition import partition
+from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack

@@ -9,7 +9,7 @@ from treetrain.cli.common import Parser, at_least, console, find_shape, pairs, p
 from treetrain.errors import nearest
 
 if TYPE_CHECKING:
-    from treetrain.planning.simulate import Refused, Simulation
+    from treetrain.simulation.simulate import Refused, Simulation
 
 SUMMARY = "How to split a model and a file's rows over many ranks: time, parts, links and memory of a step, predicted."
 MOST_RANKS = 65_536
@@ -46,7 +46,9 @@ def run(argv: Sequence[str]) -> int:
         parser.error(f"--ranks is {options.ranks}; give at most {MOST_RANKS}")
     from treetrain.planning.cost import ModelShape
     from treetrain.planning.devices import find_device
-    from treetrain.planning.simulate import Simulation, simulate, splits_of, verdict
+    from treetrain.simulation.simulate import Simulation, simulate
+    from treetrain.simulation.splits import splits_of
+    from treetrain.simulation.verdict import verdict
     from treetrain.tree.build import build_tree
     from treetrain.tree.stats import cheapest_rows
 

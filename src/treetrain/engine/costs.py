@@ -42,7 +42,6 @@ from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced_forward, tree_attention
 from treetrain.planning.cost import WIDE, CostModel, ModelCounts
 from treetrain.planning.devices import Device
-from treetrain.planning.simulate import Split, engine_cost
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, pack
@@ -76,11 +75,11 @@ def cost_of(model: nn.Module) -> CostModel:
     if isinstance(counts, UnsupportedModel):
         raise counts
     kind = "cuda" if device.type == "cuda" else "cpu"
-    counts, split = counts.checkpointed(is_checkpointed(model)), Split(1)
+    counts, shards, copies = counts.checkpointed(is_checkpointed(model)), 1, 1
     if is_sharded(model):  # on a mesh of two dimensions, over the second one
         mesh = meshes_of(model)[0]
-        split = Split(mesh.size(), shards=mesh.shape[-1])
-    return engine_cost(counts, split, Device.of_kind(kind, dtype.itemsize))
+        shards, copies = mesh.shape[-1], mesh.size() // mesh.shape[-1]
+    return CostModel.on(Device.of_kind(kind, dtype.itemsize), counts, shards=shards, copies=copies)
 
 
 def cost_if_countable(model: nn.Module) -> CostModel | None:

@@ -21,13 +21,13 @@ of candidates whose common order is the fastest found. The search is determinist
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from treetrain.planning.balance import Balancer, Dispatch
+from treetrain.planning.balance import Balancer
 from treetrain.planning.cost import CostModel, Passes
-from treetrain.planning.make import Bytes, Purpose, make_plan, trained_layout, within_bytes
+from treetrain.planning.make import Bytes, Purpose, within_bytes
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan, depth_first
 from treetrain.tree.build import build_tree
@@ -249,45 +249,3 @@ def _in_runs(
         offered += 1
         if offered == RUNS_OFFERED:
             return
-
-
-class RankPlans(NamedTuple):
-    """A batch divided over ranks, and the plan of each rank for a tree of its rows in the order of their numbers."""
-
-    dispatch: Dispatch
-    plans: list[Plan]
-    """Without parts where a rank computes nothing."""
-
-
-def plan_ranks(
-    tree: TokenTree,
-    cost: CostModel,
-    ranks: int,
-    *,
-    budget: Any = None,
-    free_bytes: int | None = None,
-    aligned: bool = False,
-    balancer: Balancer | None = None,
-) -> RankPlans:
-    """Divide a batch over ranks and plan each, within the same budget or the same free bytes.
-
-    Args:
-        aligned: whether the ranks run every pass together, as under FSDP; see `collective_order`. A rank's rows may
-            then be cut into runs that share nothing, if that is faster.
-        balancer: that of the tree, if it has been made.
-
-    Raises:
-        ValueError: an invalid number of ranks, or a budget that is invalid or too small for some rank.
-    """
-    dispatch, plans = (balancer or Balancer(tree, cost)).over(ranks), []
-    trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in dispatch.trajectories]
-    for rank, own in enumerate(trees):
-        try:
-            plans.append(make_plan(own, cost, budget=budget, free_bytes=free_bytes))
-        except ValueError as error:
-            raise ValueError(f"rank {rank} of {ranks}: {error}") from error
-    if aligned:
-        offered = [candidates(own, plan, trained_layout, free_bytes=free_bytes) for own, plan in zip(trees, plans)]
-        chosen = choose([offers_of(own) for own in offered])
-        plans = [own[number].plan for own, number in zip(offered, chosen)]
-    return RankPlans(dispatch, plans)

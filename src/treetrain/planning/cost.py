@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.errors import UnsupportedModel, expect, nearest
-from treetrain.planning.devices import SLACK, Device, head_chunk_rows
+from treetrain.planning.devices import SLACK, Collective, Device, Group, head_chunk_rows
 from treetrain.planning.plan import Plan, heights
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
@@ -358,22 +358,82 @@ class Passes(NamedTuple):
     seconds: list[float]
 
 
+class Sharding(NamedTuple):
+    """How ranks hold weights: in shards, of which there may be several copies."""
+
+    shards: Group
+    """The ranks that together hold one copy."""
+    copies: Group
+    """The ranks that hold the same shard of different copies."""
+
+
+class WeightCollectives(NamedTuple):
+    """The collectives by which ranks gather sharded weights and reduce their gradients."""
+
+    gather_layers: list[Collective]
+    """The weights of the layers: in every pass."""
+    gather_ends: list[Collective]
+    """Embedding, head and last norm, which stay gathered from the first forward to the next backward."""
+    reduce: list[Collective]
+    """All gradients: in a backward."""
+
+    @classmethod
+    def of(cls, counts: ModelCounts, sharding: Sharding, experts: Sharding) -> Self:
+        """The collectives of a rank with these counts.
+
+        FSDP2 calls one collective for each layer, and one for embedding, head and last norm. It gathers weights in the
+        compute dtype and reduces gradients in float32 or wider. Copies then add up their shards of the gradients.
+        Experts may be divided over some of the ranks first, so they have groups of their own.
+        """
+        b, wide, layers = counts.dtype_bytes, counts.wide_bytes, counts.layers
+        in_experts, ends = counts.expert_parameters, counts.parameters - counts.parameters_in_layers
+        rest, expert_calls = counts.parameters_in_layers - in_experts, layers if in_experts else 0
+        shards, expert_shards = sharding.shards.size, experts.shards.size
+        # Whole weights (DDP) are reduced in one call.
+        copy_calls = layers + 1 if shards > 1 else 1
+        return cls(
+            gather_layers=[
+                Collective("all-gather", sharding.shards, b * rest, layers),
+                Collective("all-gather", experts.shards, b * in_experts, expert_calls),
+            ],
+            gather_ends=[Collective("all-gather", sharding.shards, b * ends)],
+            reduce=[
+                Collective("reduce-scatter", sharding.shards, wide * (rest + ends), layers + 1),
+                Collective("reduce-scatter", experts.shards, wide * in_experts, expert_calls),
+                Collective("all-reduce", sharding.copies, wide * (rest + ends) / shards, copy_calls),
+                Collective("all-reduce", experts.copies, wide * in_experts / expert_shards, expert_calls),
+            ],
+        )
+
+    def links(self, device: Device, layers: int) -> "WeightLinks | None":
+        """The seconds of these collectives; None if every rank holds the weights whole."""
+        if self.gather_ends[0].group.size == 1:
+            return None
+        gather = sum(each.seconds(device) for each in self.gather_layers)
+        return WeightLinks(
+            forward=gather + sum(each.seconds(device) for each in self.gather_ends),
+            backward=gather,
+            reduce=sum(each.seconds(device) for each in self.reduce),
+            not_hidden=1.0 if device.kind == "cpu" else 1 / layers,
+        )
+
+
 class WeightLinks(NamedTuple):
     """Seconds that FSDP's collectives take in each pass."""
 
     forward: float
-    """All weights gathered."""
+    """Seconds of gathering all weights."""
     backward: float
-    """The weights of the layers gathered again."""
+    """Seconds of gathering the layers' weights again."""
     reduce: float
-    """All gradients reduced, in a backward."""
-    first: float
-    """The share of these that cannot run beside arithmetic: 1 / layers; 1 on a CPU."""
+    """Seconds of reducing all gradients, in a backward."""
+    not_hidden: float
+    """The share of these seconds that cannot run beside arithmetic: the first layer's, 1 / layers; 1 on a CPU."""
 
-    def exposed(self, kind: str, seconds: Floats, *, reduces: bool = True) -> Floats:
-        """Seconds that the links add to passes of a kind with these seconds of their own."""
+    def added_seconds(self, kind: str, seconds: Floats, *, reduces: bool = True) -> Floats:
+        """Seconds that the links add to passes of a kind that take `seconds` by themselves."""
         sent = self.backward + self.reduce * reduces if kind == "backward" else self.forward
-        return sent - (1 - self.first) * np.minimum(seconds, sent)
+        return sent - (1 - self.not_hidden) * np.minimum(seconds, sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -419,9 +479,16 @@ class CostModel:
         return cls.from_shape(ModelShape.of(cost)) if isinstance(cost, ModelShape | str) else cost
 
     @classmethod
-    def on(cls, device: Device, counts: ModelCounts) -> Self:
-        """Create a cost model from a device's description and a model's counts."""
-        return cls(counts=counts, speeds=Speeds.on(device, counts), device=device.kind)
+    def on(cls, device: Device, counts: ModelCounts, *, shards: int = 1, copies: int = 1) -> Self:
+        """Create a cost model from a device's description and a model's counts.
+
+        Args:
+            shards: ranks that together hold one copy of the weights (FSDP2); 1 if every rank holds them whole.
+            copies: copies of the sharded weights (hybrid sharding).
+        """
+        sharding = Sharding(device.group(shards), device.group(copies, shards))
+        links = WeightCollectives.of(counts, sharding, sharding).links(device, counts.layers)
+        return cls(counts=counts, speeds=Speeds.on(device, counts), device=device.kind, links=links)
 
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of one training step under a plan, the optimiser's step excluded."""
@@ -442,7 +509,7 @@ class CostModel:
         if plan.scores_first == "recomputed":
             again, without = again + float(both.sum()) * forward_share + head / 3, without + parts
         if self.links is not None:
-            links = float(sum(self.links.exposed(*one).sum() for one in self._own_seconds(plan).items()))
+            links = float(sum(self.links.added_seconds(*one).sum() for one in self._own_seconds(plan).items()))
         return {
             "work": float(both.sum()) + head,
             "recomputation": again,
@@ -454,7 +521,7 @@ class CostModel:
         """The passes of `plan.events()` with their seconds. They sum to `seconds`, scoring passes excluded."""
         own = self._own_seconds(plan)
         if self.links is not None:
-            own = {kind: seconds + self.links.exposed(kind, seconds) for kind, seconds in own.items()}
+            own = {kind: seconds + self.links.added_seconds(kind, seconds) for kind, seconds in own.items()}
         return Passes(plan.kinds, [float(own[event.kind][event.number]) for event in plan.events()])
 
     def _own_seconds(self, plan: Plan) -> dict[str, Floats]:
@@ -477,7 +544,7 @@ class CostModel:
     @property
     def hiding_tokens(self) -> int:
         """Tokens of a part whose forward and backward take as long as their links; 0 without links, and on a CPU."""
-        if self.links is None or self.links.first == 1:
+        if self.links is None or self.links.not_hidden == 1:
             return 0
         forward = self.counts.token_flops / self.speeds.layers
         backward = self.links.backward + self.links.reduce

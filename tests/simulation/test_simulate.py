@@ -7,18 +7,9 @@ import pytest
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import DEVICES, Collective, Device
 from treetrain.planning.make import make_plan
-from treetrain.planning.simulate import (
-    Refused,
-    Simulation,
-    Split,
-    engine_cost,
-    links_of,
-    share_of,
-    simulate,
-    splits_of,
-    state_bytes,
-    verdict,
-)
+from treetrain.simulation.simulate import Refused, Simulation, links_of, share_of, simulate, state_bytes
+from treetrain.simulation.splits import Split, splits_of
+from treetrain.simulation.verdict import verdict
 from treetrain.tree.build import build_tree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
@@ -95,7 +86,7 @@ def test_tokens_travel_to_their_experts_and_back_in_forward_and_backward():
     own = share_of(mixed, Split(4, expert=4, shards=4))
     assert own.expert_parameters == mixed.expert_parameters / 4 == 2 * 2 * 3 * 64 * 96
     links = links_of(own, Split(4, expert=4, shards=4), CPU)
-    assert [each.group.size for each in links.gather_layers] == [4, 1]  # each expert is whole on its rank
+    assert [each.group.size for each in links.weights.gather_layers] == [4, 1]  # each expert is whole on its rank
 
 
 def test_one_rank_has_no_links_and_its_step_is_the_cost_models():
@@ -129,7 +120,7 @@ def test_parts_grow_with_the_price_of_links_until_the_arithmetic_hides_them():
     counts, sizes, fixed = ModelShape.named("qwen3-8b").counts(dtype_bytes=2), [], []
     for speed in (50e9, 1e9, 5e8, 1e8):
         device = dataclasses.replace(H100, network_bandwidth=speed)
-        cost = engine_cost(counts, Split(16, shards=16), device)
+        cost = CostModel.on(device, counts, shards=16)
         plan = make_plan(tree, cost)
         sizes.append(int(plan.sizes.max()))
         fixed.append(cost.seconds_by(plan)["links"] / cost.seconds(plan))

@@ -19,18 +19,20 @@ memory, plus the links' time. So a step's time is predicted as for one rank (``c
 3. Whole copies of weights, or of shards, all-reduce their gradients.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from treetrain.planning.balance import Balancer
-from treetrain.planning.collective_order import plan_ranks, timed_order
-from treetrain.planning.cost import CostModel, ModelCounts, Speeds, WeightLinks
+from treetrain.planning.collective_order import timed_order
+from treetrain.planning.cost import CostModel, ModelCounts, Sharding, Speeds, WeightCollectives
 from treetrain.planning.devices import AMPLE, USABLE, Collective, Device
 from treetrain.planning.make import Bytes, parse_budget
 from treetrain.planning.plan import Plan
+from treetrain.simulation.rank_plans import plan_ranks
+from treetrain.simulation.splits import Split
 from treetrain.tree.token_tree import TokenTree
 
 OPTIMISER_BYTES = 28
@@ -38,51 +40,6 @@ OPTIMISER_BYTES = 28
 TENSOR_FORWARD, TENSOR_BACKWARD, TENSOR_BACKWARD_EXPERTS = 2, 5, 4
 """All-reduces of hidden states per layer in transformers' tensor parallel. Forward: the outputs of attention and MLP.
 Backward: the gradients of the inputs of query, key, value, gate and up projection; one for all experts."""
-
-
-class Split(NamedTuple):
-    """One way to use N ranks. Ranks of one tensor group are neighbours; then come context, shards and copies."""
-
-    ranks: int
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    shards: int = 1
-    """Ranks that together hold one copy of the weights (or of a tensor rank's share); 1: every rank holds one."""
-
-    @property
-    def data(self) -> int:
-        """Groups of ranks with rows of their own."""
-        return self.ranks // (self.tensor * self.context)
-
-    @property
-    def copies(self) -> int:
-        """Copies of the weights."""
-        return self.ranks // (self.tensor * self.shards)
-
-    @property
-    def expert_division(self) -> int:
-        """Neighbouring ranks that divide the experts: those of `expert`, else those of `tensor`."""
-        return self.expert if self.expert > 1 else self.tensor
-
-    @property
-    def expert_shards(self) -> int:
-        """As `shards`, for the experts."""
-        return max(1, self.shards * self.tensor // self.expert_division)
-
-    @property
-    def in_engine(self) -> bool:
-        """Whether `TreeEngine` runs it: data and context parallel, with whole weights or FSDP2 over all ranks or over
-        those of a context group; or tensor parallel alone, with experts over the same ranks."""
-        if self.tensor == self.expert == 1:
-            return self.context == 1 or self.shards in (1, self.context, self.ranks)
-        return self.data == self.context == self.shards == 1 and self.expert in (1, self.tensor)
-
-    def __str__(self) -> str:
-        sizes = {"data": self.data, "context": self.context, "tensor": self.tensor, "expert": self.expert}
-        said = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-        copies = f" in each of {self.copies} copies" if self.copies > 1 else ""
-        return said + (f", weights sharded over {self.shards}{copies}" if self.shards > 1 else "")
 
 
 class Refused(NamedTuple):
@@ -136,65 +93,6 @@ class Simulation:
         return sum(self.memory.values())
 
 
-# ---- the possible splits
-
-
-def splits_of(
-    counts: ModelCounts,
-    ranks: int,
-    device: Device,
-    *,
-    context: int | None = None,
-    tensor: int | None = None,
-    expert: int | None = None,
-) -> list[Split]:
-    """List the splits of `ranks` ranks that fit the model; where a size is None, several are listed.
-
-    Raises:
-        ValueError: sizes that do not divide the ranks, heads, vocabulary or experts; the message names those that do.
-    """
-    node = int(device.node_ranks)
-    if ranks > node and ranks % node:
-        low = ranks // node * node
-        raise ValueError(f"{ranks} ranks do not fill nodes of {node}; give {low} or {low + node} ranks")
-    shared = f"{counts.heads} heads, {counts.kv_heads} key/value heads"
-    fits = [n for n in _divisors(ranks) if counts.heads % n == counts.kv_heads % n == 0]
-    tensors = [n for n in fits if -(-counts.vocab // n) * (n - 1) < counts.vocab]  # no rank without vocabulary
-    experts = [n for n in _divisors(ranks) if n == 1 or (counts.experts and counts.experts % n == 0)]
-    held = f"{counts.experts} experts" if counts.experts else "no experts"
-    for name, given, fitting, what in (
-        ("context", context, fits, shared),
-        ("tensor", tensor, tensors, f"{shared} and a vocabulary of {counts.vocab}"),
-        ("expert", expert, experts, held),
-    ):
-        if given is not None and given not in fitting:
-            sizes = ", ".join(map(str, fitting))
-            raise ValueError(f"{name} {given}: a model with {what} cannot be divided so on {ranks} ranks; {sizes} can")
-    found = []
-    for t in tensors if tensor is None else [tensor]:
-        for c in fits if context is None else [context]:
-            if c * t not in fits:
-                continue
-            over = {ranks // t, 1} | ({node // t} if ranks > node and node % t == 0 else set())
-            for shards in sorted(over, reverse=True):
-                within = [n for n in experts if shards * t % n == 0]
-                # Without a given size: no division, the largest within a node, and the largest of all.
-                tried = {1, max(n for n in within if n <= node), max(within)}
-                tried = tried if expert is None else {expert} & {*within}
-                found += [Split(ranks, t, c, e, shards) for e in sorted(tried)]
-    if not found:
-        sizes = ", ".join(f"{a} x {b}" for a in fits for b in tensors if a * b in fits)
-        raise ValueError(
-            f"context {context}, tensor {tensor}, expert {expert} do not go together on {ranks} ranks and {shared}; "
-            f"expert must divide the ranks that share the weights, and context x tensor may be {sizes}"
-        )
-    return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 # ---- the cost of a split
 
 
@@ -234,64 +132,58 @@ def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
     )
 
 
-class _Links(NamedTuple):
-    """The collectives of a rank. Those in layers have bytes per token of the group, and calls per pass."""
+class Links(NamedTuple):
+    """The collectives of a rank."""
 
     forward: dict[str, Collective]
-    """In the layers: context, tensor, experts."""
+    """Within layers: context, tensor, experts. Bytes are per token of the group, calls per pass."""
     backward: dict[str, Collective]
-    gather_layers: list[Collective]
-    gather_ends: list[Collective]
-    """Embedding, head and last norm, which stay gathered from the first forward to the next backward."""
-    reduce: list[Collective]
+    """As `forward`."""
+    weights: WeightCollectives
 
 
-def links_of(own: ModelCounts, split: Split, device: Device) -> _Links:
+def links_of(own: ModelCounts, split: Split, device: Device) -> Links:
     """The collectives of a rank with these counts (`share_of`)."""
     b, wide, layers = own.dtype_bytes, own.wide_bytes, own.layers
-    queries, cached = sum(own.flops_by_range.values()) / 4, own.cache_token / (b + wide)  # numbers per token
-    heads, states = device.group(split.context, split.tensor), device.group(split.tensor)
-    experts = device.group(split.expert)
-    state, chosen = own.hidden * b, own.experts_per_token * own.hidden * b / split.tensor  # bytes of a token
+    # Numbers per token in all layers. A visible pair takes 4 FLOPs for each number of a query: two products. The KV
+    # cache holds a number of keys or values in the compute dtype, and its gradient in float32.
+    queries, cached = sum(own.flops_by_range.values()) / 4, own.cache_token / (b + wide)
+    hidden_bytes = own.hidden * b
+    # Every tensor rank sends its share of a token's hidden state to each chosen expert, and gets as much back.
+    expert_bytes = 2 * layers * own.experts_per_token * hidden_bytes / split.tensor
 
-    def within_layers(sums: int) -> dict[str, Collective]:
+    def within_layers(all_reduces: int) -> dict[str, Collective]:
         return {
-            # Before and after attention.
-            "context": Collective("all-to-all", heads, (2 * queries + cached) * b, 2 * layers),
-            "tensor": Collective("all-reduce", states, state * sums, sums),
-            "experts": Collective("all-to-all", experts, 2 * layers * chosen, 2 * layers),
+            # Before attention queries, keys and values go from tokens to heads; after it outputs, as wide as queries,
+            # go back.
+            "context": Collective(
+                "all-to-all", device.group(split.context, split.tensor), (2 * queries + cached) * b, 2 * layers
+            ),
+            "tensor": Collective("all-reduce", device.group(split.tensor), hidden_bytes * all_reduces, all_reduces),
+            "experts": Collective("all-to-all", device.group(split.expert), expert_bytes, 2 * layers),
         }
 
-    forward = within_layers(TENSOR_FORWARD * layers + 1)  # and the embedding
+    forward = within_layers(TENSOR_FORWARD * layers + 1)  # one for the embedding
     backward = within_layers(layers * (TENSOR_BACKWARD_EXPERTS if own.experts else TENSOR_BACKWARD))
-    if own.checkpointing:
+    if own.checkpointing:  # backward runs the forward's collectives again
         for name, each in forward.items():
             again = backward[name]
             backward[name] = each._replace(
                 whole_bytes=each.whole_bytes + again.whole_bytes, calls=each.calls + again.calls
             )
-    over = device.group(split.shards, split.tensor)
-    copies = device.group(split.copies, split.tensor * split.shards)
-    e_shards, e_stride = split.expert_shards, split.expert_division
-    e_over = device.group(e_shards, e_stride)
-    e_copies = device.group(split.ranks // (e_shards * e_stride), e_stride * e_shards)
-    expert, ends = own.expert_parameters, own.parameters - own.parameters_in_layers
-    rest, e_calls = own.parameters_in_layers - expert, layers if expert else 0
-    return _Links(
-        forward,
-        backward,
-        gather_layers=[
-            Collective("all-gather", over, b * rest, layers),
-            Collective("all-gather", e_over, b * expert, e_calls),
-        ],
-        gather_ends=[Collective("all-gather", over, b * ends)],
-        reduce=[
-            Collective("reduce-scatter", over, wide * (rest + ends), layers + 1),
-            Collective("reduce-scatter", e_over, wide * expert, e_calls),
-            Collective("all-reduce", copies, wide * (rest + ends) / split.shards, layers * (split.shards > 1) + 1),
-            Collective("all-reduce", e_copies, wide * expert / e_shards, e_calls),
-        ],
+    expert_shards, stride = split.expert_shards, split.expert_division
+    weights = WeightCollectives.of(
+        own,
+        Sharding(
+            device.group(split.shards, split.tensor),
+            device.group(split.copies, split.tensor * split.shards),
+        ),
+        Sharding(
+            device.group(expert_shards, stride),
+            device.group(split.ranks // (expert_shards * stride), stride * expert_shards),
+        ),
     )
+    return Links(forward, backward, weights)
 
 
 def _seconds(collectives: Iterable[Collective], device: Device) -> float:
@@ -300,19 +192,19 @@ def _seconds(collectives: Iterable[Collective], device: Device) -> float:
 
 def cost_of_split(
     counts: ModelCounts, split: Split, device: Device, speeds: Speeds | None = None
-) -> tuple[CostModel, CostModel, _Links]:
+) -> tuple[CostModel, CostModel, Links]:
     """The cost model of a group of ranks without links and with them, and the links.
 
     Args:
-        speeds: measured speeds of a rank; None: those of the device's description.
+        speeds: measured speeds of a rank; None takes those of the device's description.
     """
     own = share_of(counts, split)
     alone = CostModel(counts=own, speeds=speeds or Speeds.on(device, own), device=device.kind)
     links, speeds = links_of(own, split, device), alone.speeds
     # Collectives within layers add seconds to every token and to every pass.
     (pass_forward, token_forward), (pass_backward, token_backward) = (
-        (_seconds((each._replace(whole_bytes=0.0) for each in those), device), _seconds(those, device))
-        for those in (links.forward.values(), links.backward.values())
+        (_seconds((each._replace(whole_bytes=0.0) for each in collectives), device), _seconds(collectives, device))
+        for collectives in (links.forward.values(), links.backward.values())
     )
     both = (1 + speeds.backward_ratio) * own.token_flops
     added = token_forward - pass_forward + token_backward - pass_backward
@@ -322,26 +214,7 @@ def cost_of_split(
         graph_pass=speeds.graph_pass + pass_forward + pass_backward,
         forward_pass=speeds.forward_pass + pass_forward,
     )
-    return alone, replace(alone, speeds=speeds, links=_weight_links(links, split, device, own.layers)), links
-
-
-def engine_cost(counts: ModelCounts, split: Split, device: Device) -> CostModel:
-    """The cost model that the engine plans with: that of the whole model, with FSDP's links."""
-    links = links_of(share_of(counts, split), split, device)
-    return replace(CostModel.on(device, counts), links=_weight_links(links, split, device, counts.layers))
-
-
-def _weight_links(links: _Links, split: Split, device: Device, layers: int) -> WeightLinks | None:
-    """FSDP's seconds in each pass; None if the weights are whole."""
-    if split.shards == 1:
-        return None
-    gather = _seconds(links.gather_layers, device)
-    return WeightLinks(
-        forward=gather + _seconds(links.gather_ends, device),
-        backward=gather,
-        reduce=_seconds(links.reduce, device),
-        first=1.0 if device.kind == "cpu" else 1 / layers,
-    )
+    return alone, replace(alone, speeds=speeds, links=links.weights.links(device, own.layers)), links
 
 
 def state_bytes(own: ModelCounts, split: Split) -> dict[str, float]:
@@ -392,7 +265,9 @@ def simulate(
         try:
             dispatch, plans = plan_ranks(
                 tree,
-                cost if planned_for is None else engine_cost(counts, split, planned_for),
+                cost
+                if planned_for is None
+                else CostModel.on(planned_for, counts, shards=split.shards, copies=split.copies),
                 split.data,
                 budget=budget * split.context if isinstance(budget, int) else budget,
                 free_bytes=free if budget is None else None,
@@ -416,11 +291,11 @@ def simulate(
         order = timed_order([work[rank] for rank in together])
         spent = np.array([s for _, s in timed_order([busy[rank] for rank in together])])
         total, kinds = sum(s for _, s in order), "".join(turn.kind[0].upper() for turn, _ in order)
-        outside = _seconds(links.reduce, device)
+        outside = _seconds(links.weights.reduce, device)
         if cost.links is not None:
             last = kinds.rfind("B")
             outside = sum(
-                float(cost.links.exposed(turn.kind, own_seconds, reduces=number == last or not reduces_last))
+                float(cost.links.added_seconds(turn.kind, own_seconds, reduces=number == last or not reduces_last))
                 for number, ((turn, _), own_seconds) in enumerate(zip(order, spent))
             )
         parameters = held["weights"] / own.wide_bytes
@@ -443,7 +318,7 @@ def simulate(
     return [predicted(split) for split in splits]
 
 
-def _sent(links: _Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:
+def _sent(links: Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:
     """Bytes that each rank of the group with this plan sends, by purpose."""
 
     def sent(collectives: Iterable[Collective]) -> float:
@@ -455,67 +330,11 @@ def _sent(links: _Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str
         for name, each in links.forward.items()
     }
     backward = kinds.count("B")
-    sharded = links.gather_ends[0].group.size > 1
+    sharded = links.weights.gather_ends[0].group.size > 1
     starts = sum(1 for before, kind in zip("B" + kinds, kinds) if before == "B")
-    found["weights"] = len(kinds) * sent(links.gather_layers) + starts * sent(links.gather_ends)
-    found["gradients"] = (1 if reduces_last or not sharded else backward) * sent(links.reduce)
+    found["weights"] = len(kinds) * sent(links.weights.gather_layers) + starts * sent(links.weights.gather_ends)
+    found["gradients"] = (1 if reduces_last or not sharded else backward) * sent(links.weights.reduce)
     return found
-
-
-# ---- the verdict
-
-
-def verdict(
-    found: Sequence[Simulation | Refused], device: Device, linear: Sequence[Simulation | Refused] = ()
-) -> Iterator[str]:
-    """Sentences on which split is fastest, why, what the tree gains, and how copies compare with shards over all ranks.
-
-    Args:
-        linear: the same tokens trained row by row, on splits of the same ranks.
-    """
-    done = sorted((one for one in found if isinstance(one, Simulation)), key=lambda one: one.step_seconds)
-    if not done:
-        return
-    best = done[0]
-    split, spent = best.split, best.step_seconds
-    others = [one for one in done if one.split[1:3] != split[1:3]]
-    said = f"Fastest: {split}: {spent:.3g} s a step, {best.link_share:.0%} of it links"
-    said += f" and {best.waiting_seconds / spent:.0%} waiting" if best.waiting_seconds > 0.005 * spent else ""
-    if others:
-        other, slower = others[0], others[0].step_seconds / spent
-        reasons = {
-            "arithmetic and balance": other.work_seconds - best.work_seconds,
-            "waiting": other.waiting_seconds - best.waiting_seconds,
-            "links": sum(other.link_seconds.values()) - sum(best.link_seconds.values()),
-        }
-        reason = max(reasons, key=lambda name: reasons[name])
-        said += f"; {other.split} takes {slower:.2f} times as long, mostly by {reason}"
-    yield said + "."
-    apart = min((one for one in linear if isinstance(one, Simulation)), key=lambda one: one.step_seconds, default=None)
-    if apart is not None:
-        ratio = f"{apart.step_seconds / spent:.2f} times as long, {apart.step_seconds:.3g} s"
-        yield f"Without a tree, the rows that no other row extends take {ratio} on {apart.split}, each row by itself."
-    elif linear:
-        yield "Without a tree, the rows that no other row extends fit into the memory of none of these splits."
-    here = next((one for one in done if one.split.in_engine), None)
-    if here is not None and here is not best:
-        yield (
-            f"TreeEngine does not combine these yet; the fastest that it runs is {here.split}: {here.step_seconds:.3g} "
-            "s. tt.attention brings tree attention into a framework that does."
-        )
-    same = {one.split.shards: one for one in done if one.split[:4] == split[:4]}
-    node, whole = int(device.node_ranks) // split.tensor, split.ranks // split.tensor
-    if split.ranks <= device.node_ranks or device.node_ranks == 1:
-        return
-    if node in same and whole in same:
-        inside, over = same[node].step_seconds, same[whole].step_seconds
-        better, worse = ("better", over / inside) if inside < over else ("worse", inside / over)
-        yield (
-            f"A copy of the weights in every node of {int(device.node_ranks)} ranks (hybrid sharding) is {better} than "
-            f"one over all {split.ranks}: {inside:.3g} s against {over:.3g} s, {worse:.2f} times."
-        )
-    elif whole in same:
-        yield f"A copy of the weights in every node of {int(device.node_ranks)} ranks does not fit into the memory."
 
 
 def _gb(count: float) -> str:

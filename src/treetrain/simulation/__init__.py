@@ -1,0 +1,1 @@
+"""Predicts a training step over many ranks, without starting any."""

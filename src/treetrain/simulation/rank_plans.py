@@ -1,0 +1,53 @@
+"""The plans of all ranks of a step, as the engine makes them."""
+
+from typing import Any, NamedTuple
+
+from treetrain.planning.balance import Balancer, Dispatch
+from treetrain.planning.collective_order import candidates, choose, offers_of
+from treetrain.planning.cost import CostModel
+from treetrain.planning.make import make_plan, trained_layout
+from treetrain.planning.plan import Plan
+from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import TokenTree
+
+
+class RankPlans(NamedTuple):
+    """A batch divided over ranks, and the plan of each rank for a tree of its rows in the order of their numbers."""
+
+    dispatch: Dispatch
+    plans: list[Plan]
+    """Without parts where a rank computes nothing."""
+
+
+def plan_ranks(
+    tree: TokenTree,
+    cost: CostModel,
+    ranks: int,
+    *,
+    budget: Any = None,
+    free_bytes: int | None = None,
+    aligned: bool = False,
+    balancer: Balancer | None = None,
+) -> RankPlans:
+    """Divide a batch over ranks and plan each, within the same budget or the same free bytes.
+
+    Args:
+        aligned: whether the ranks run every pass together, as under FSDP; see `collective_order`. A rank's rows may
+            then be cut into runs that share nothing, if that is faster.
+        balancer: that of the tree, if it has been made.
+
+    Raises:
+        ValueError: an invalid number of ranks, or a budget that is invalid or too small for some rank.
+    """
+    dispatch, plans = (balancer or Balancer(tree, cost)).over(ranks), []
+    trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in dispatch.trajectories]
+    for rank, own in enumerate(trees):
+        try:
+            plans.append(make_plan(own, cost, budget=budget, free_bytes=free_bytes))
+        except ValueError as error:
+            raise ValueError(f"rank {rank} of {ranks}: {error}") from error
+    if aligned:
+        offered = [candidates(own, plan, trained_layout, free_bytes=free_bytes) for own, plan in zip(trees, plans)]
+        chosen = choose([offers_of(own) for own in offered])
+        plans = [own[number].plan for own, number in zip(offered, chosen)]
+    return RankPlans(dispatch, plans)
