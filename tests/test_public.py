@@ -67,7 +67,7 @@ SIGNATURES = {
     ),
     "CostModel": "(*, counts, speeds, device='cpu', links=None)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', made_for=None)",
-    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, context=None, reduce='auto', "
+    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, context=None, "
     "compile_layers=None)",
     "TreeTrainer": (
         "(model, args, train_dataset=None, eval_dataset=None, *, loss=None, ref_model=None, peft_config=None, "

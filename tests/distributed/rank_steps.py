@@ -26,6 +26,8 @@ from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import VOCAB, dress
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]
+Reduces = Literal["each", "last"]
+"""Under FSDP2: which backwards reduce gradients."""
 Rows = list[Trajectory]
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 KEYS = (("num_key_value_heads", 2),)
@@ -45,7 +47,7 @@ class Job:
     shapes: tuple[tuple[str, str], ...] = ()
     """Plan shape and what is kept, by rank; none: whatever the budget gives."""
     budget: int | None = None
-    reduce: str = "part"
+    reduce: Reduces = "each"
     dtype: torch.dtype = torch.float64
     seed: int = 0
     calls: int = 1
@@ -204,7 +206,7 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     sharing: dict[str, Any] = {"group": group}
     if job.parallel == "fsdp":
-        model, sharing = sharded(model, group, head=job.head_shard), {"reduce": job.reduce}
+        model, sharing = sharded(model, group, head=job.head_shard), {}
     elif mesh is not None:
         model, sharing = _beside(model, job, group, mesh)
     elif job.parallel == "context":  # every rank has all rows
@@ -214,6 +216,7 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         model, sharing = cut(model, group, **experts, **dict(job.divided)), {}
     kind = planned(*job.shapes[rank]) if job.shapes else tt.TreeEngine
     engine = kind(model, budget=job.budget, temperature=job.temperature, value_head=head, **sharing)
+    reducing(engine, job.reduce)
 
     def own_of(all_rows: list[Any]) -> list[Any]:
         whole = job.parallel in ("context", "tensor", "expert") and mesh is None
@@ -224,7 +227,7 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         scores = engine.logprobs(own_of(rows)) if job.loss != "value" else []
     expected, truth, truth_scores = _alone(
         dataclasses.replace(
-            job, parallel="ddp", shapes=(), budget=None, reduce="", calls=1, divided=(), head_shard=False, split="",
+            job, parallel="ddp", shapes=(), budget=None, reduce="each", calls=1, divided=(), head_shard=False, split="",
             checkpointing=False, beside="",
         )
     )  # fmt: skip
@@ -239,6 +242,11 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         "flat_tokens": sum(result.flat_tokens for result in results) == truth.flat_tokens,
         "parts": results[0].parts,
     }
+
+
+def reducing(engine: tt.TreeEngine, reduces: Reduces) -> None:
+    """Let an engine reduce gradients in these backwards, whatever memory is free."""
+    engine.keeps_gradients = lambda plan: reduces == "last"  # type: ignore[method-assign]
 
 
 def _made(job: Job) -> tuple[nn.Module, nn.Module | None, Rows]:
@@ -273,7 +281,7 @@ def _beside(model: nn.Module, job: Job, group: Any, mesh: DeviceMesh) -> tuple[n
         return DistributedDataParallel(model, process_group=group), sharing
     if job.beside == "shards":
         mesh = DeviceMesh.from_group(group, "cpu")
-    return sharded(model, mesh), {**sharing, "reduce": job.reduce}
+    return sharded(model, mesh), sharing
 
 
 def check(run_on_ranks: Any, job: Job, *, size: int = 2) -> list[dict[str, Any]]:
@@ -308,9 +316,11 @@ def bfloat16_errors(group: Any, parallel: Parallel, seeds: int, shape: str) -> l
         model, alone = (make_model("qwen3", dtype=torch.bfloat16, **dict(KEYS)) for _ in range(2))
         sharing: dict[str, Any] = {"context" if parallel == "context" else "group": group}
         if parallel == "fsdp":
-            model, sharing = sharded(model, group), {"reduce": "part"}
+            model, sharing = sharded(model, group), {}
         own = rows if parallel == "context" else rows[rank::size]
-        planned(shape, "mixed")(model, **sharing).forward_backward(own, loss)
+        engine = planned(shape, "mixed")(model, **sharing)
+        reducing(engine, "each")
+        engine.forward_backward(own, loss)
         LinearEngine(alone).forward_backward(rows, loss)
         truth_model.zero_grad()
         tt.TreeEngine(truth_model).forward_backward(rows, loss)

@@ -33,9 +33,9 @@ MIXED_PLANS = {
 @pytest.mark.parametrize(
     ("plans", "reduce"),
     [
-        pytest.param(plans, reduce, marks=() if number % 2 == (reduce == "part") else pytest.mark.slow)
+        pytest.param(plans, reduce, marks=() if number % 2 == (reduce == "each") else pytest.mark.slow)
         for number, plans in enumerate(MIXED_PLANS)
-        for reduce in ("part", "step")
+        for reduce in ("each", "last")
     ],
 )
 def test_ranks_may_have_plans_of_different_shapes(run_on_ranks, plans, reduce) -> None:
@@ -65,7 +65,7 @@ def test_every_loss_of_the_library(run_on_ranks, loss, parallel) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_step_may_take_several_calls(run_on_ranks, parallel) -> None:
-    for reduce in ("part", "step"):
+    for reduce in ("each", "last"):
         check(run_on_ranks, Job(parallel, "sft", calls=3, budget=9, reduce=reduce))
 
 

@@ -8,7 +8,18 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from rank_steps import LOSSES, Oops, OwnLoss, error_of, gradients, relative_error, rows_of, sharded
+from rank_steps import (
+    LOSSES,
+    Oops,
+    OwnLoss,
+    Reduces,
+    error_of,
+    gradients,
+    reducing,
+    relative_error,
+    rows_of,
+    sharded,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -40,12 +51,13 @@ def _instead_once(owner: Any, name: str, error: Exception) -> None:
     setattr(owner, name, raises)
 
 
-def last_call_without_rows(group: Any, parallel: str, reduce: str) -> float:
+def last_call_without_rows(group: Any, parallel: str, reduce: Reduces) -> float:
     """The gradients' error of a step whose last call has rows on no rank."""
     model, alone, sharing = _models(parallel, group)
     rows, loss = rows_of(2, "sft"), tt.losses.sft()
     whole = loss.normaliser(rows)
-    engine = tt.TreeEngine(model, budget=9, reduce=reduce, **sharing)  # type: ignore[arg-type]
+    engine = tt.TreeEngine(model, budget=9, **sharing)
+    reducing(engine, reduce)
     with PureFloat64():
         engine.forward_backward(rows[dist.get_rank(group) :: 2], loss, whole, sync=False)
         engine.forward_backward([], loss, whole)
@@ -244,7 +256,7 @@ def groups_made(group: Any) -> int:
 EXACT = 1e-12
 
 
-@pytest.mark.parametrize(("parallel", "reduce"), [("ddp", "part"), ("fsdp", "part"), ("fsdp", "step")])
+@pytest.mark.parametrize(("parallel", "reduce"), [("ddp", "each"), ("fsdp", "each"), ("fsdp", "last")])
 def test_the_last_call_of_a_step_reduces_what_earlier_ones_left_also_without_rows(run_on_ranks, parallel, reduce):
     for error in run_on_ranks(last_call_without_rows, parallel, reduce):
         assert error <= EXACT

@@ -41,7 +41,7 @@ from treetrain.engine.loss_gradients import (
     last_states,
     predictions_of,
 )
-from treetrain.engine.packed import model_device, wide_dtype
+from treetrain.engine.packed import model_device
 from treetrain.engine.probe import token_mixing_checked
 from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.runtime import PassCounts, Rollback, Runtime
@@ -75,8 +75,6 @@ class TreeEngine(Runtime):
         context: a group whose processes all pass the same rows, and divide the tokens of every part among them (context
             parallel; see docs/distributed.md). ``budget`` applies to each process. The processes that share a step
             include every context group as a whole.
-        reduce: when FSDP2 reduces gradients. "part": after every part. "step": once per step; gradients stay whole
-            until then. "auto": once per step if there is ample memory for that.
         compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
             takes a minute in the first step. None: on a GPU, unless in FSDP2 or tensor parallel.
 
@@ -438,11 +436,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
                 apart=free_to_choose and runtime.merge and not runtime.balanced,
                 free_bytes=None if free is None else free / AMPLE,
             )
-        # Whether unsharded gradients fit into memory until the last backward.
-        room = [runtime.reduce == "step"] * len(own)
-        if runtime.collective and runtime.reduce == "auto":
-            whole = sum(p.numel() for p in runtime.parameters if p.requires_grad) * wide_dtype(runtime.model).itemsize
-            room = [runtime.has_room(way.plan, extra=whole) for way in own]
+        room = [runtime.collective and runtime.keeps_gradients(way.plan) for way in own]
         routers = None
         if balance is not None and not ranks.alone:  # alone, no need to wait for the GPU
             routers = balance.tokens, balance.choices.tolist()
@@ -598,7 +592,7 @@ class LinearEngine(TreeEngine):
 
     Args:
         pack_tokens: maximum tokens of a packed part (a longer row runs alone); None packs the whole batch.
-        sharing: ``group``, ``context``, ``reduce`` and ``compile_layers``, as for `TreeEngine`.
+        sharing: ``group``, ``context`` and ``compile_layers``, as for `TreeEngine`.
     """
 
     merge = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -242,16 +242,13 @@ class Runtime:
         value_head: nn.Module | None = None,
         group: "dist.ProcessGroup | None" = None,
         context: "dist.ProcessGroup | None" = None,
-        reduce: Literal["auto", "part", "step"] = "auto",
         compile_layers: bool | None = None,
     ):
-        if reduce not in ("auto", "part", "step"):
-            raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
         model, group = unwrapped(loaded(model), group)
         if value_head is not None:
             value_head, group = unwrapped(value_head, group)
         self.context, self.tensor = Ranks(context), tensor_parallel_ranks(model, group, context)
-        self.ranks, self.reduce = ranks_of(model, group, value_head, self.same_rows), reduce
+        self.ranks = ranks_of(model, group, value_head, self.same_rows)
         self.collective = is_sharded(model)
         self._may_compile = not self.collective and self.tensor.alone
         if compile_layers and not self._may_compile:
@@ -410,6 +407,14 @@ class Runtime:
         """
         logits = len(plan.layout.rows) * self.capabilities.vocab_size * wide_dtype(self.model).itemsize
         return self.has_room(plan, extra=logits)
+
+    def keeps_gradients(self, plan: Plan) -> bool:
+        """Whether unsharded gradients fit in addition to a plan, with room to spare, until the step's last backward.
+
+        FSDP2 then reduces them once instead of after every part.
+        """
+        trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        return self.has_room(plan, extra=trained * wide_dtype(self.model).itemsize)
 
     # ---- runs
 
