@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS_SHOWN = {"inspect", "verify", "bench", "train", "page", "simulate"}
+COMMANDS_SHOWN = {"inspect", "verify", "bench", "train", "page", "simulate", "doctor"}
 TORCHRUN = re.compile(r"torchrun (?:--[a-z-]+ \d+ )*-m ")
 """The prefix that starts a command on several processes."""
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names are imported on first use: data and trees work without torch, and the command line starts fast.
 _PUBLIC = {

@@ -35,7 +35,7 @@ def test_help_imports_neither_torch_nor_transformers_nor_numpy(argv) -> None:
 def test_the_help_of_a_command_has_a_sentence_for_every_option(treetrain, command) -> None:
     assert treetrain(command, "--help").code == 0
     actions = importlib.import_module(f"treetrain.cli.{command}").make_parser()._actions
-    assert len(actions) >= 3 and all(action.help and action.help[0].isalpha() for action in actions)
+    assert len(actions) >= 2 and all(action.help and action.help[0].isalpha() for action in actions)
 
 
 def test_the_overview_names_every_command(treetrain) -> None:

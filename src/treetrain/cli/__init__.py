@@ -17,6 +17,7 @@ COMMANDS = {
     "simulate": "what a step of a file would take on many ranks: balance, time, memory",
     "page": "the logs of a run as a page, beside those of the same run without shared prefixes",
     "models": "which models are exact on a tree, and why others are refused",
+    "doctor": "versions, devices and kernels of this environment, what is missing and how to install it",
 }
 HELP = """usage: treetrain COMMAND ...
 
