@@ -25,6 +25,7 @@ from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 
 from treetrain.planning.cost import CostModel, ModelShape
+from treetrain.planning.plan import Costs
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.token_tree import TokenTree
@@ -85,7 +86,7 @@ class Balancer:
     By the cost model, no other contiguous cut has a faster slowest rank.
     """
 
-    def __init__(self, tree: TokenTree, cost: CostModel | ModelShape | str | None, *, whole_rows: bool = False):
+    def __init__(self, tree: TokenTree, cost: Costs | ModelShape | str | None, *, whole_rows: bool = False):
         self._tree = tree
         lengths = np.maximum(tree.trajectory_length - 1, 0) if whole_rows else tree.trained_edges()[1]
         self._ends = _last_computed(tree, lengths)
@@ -100,9 +101,9 @@ class Balancer:
         heads = _states_needed(tree, self._place, whole_rows=whole_rows)
         token_seconds, row_seconds = np.ones(len(tokens.tokens)), 0.0  # without a cost model
         if cost is not None:
-            cost = CostModel.of(cost)
+            cost = CostModel.of(cost) if isinstance(cost, ModelShape | str) else cost
             depth = tree.depth[tokens.tokens].astype(np.int64)
-            token_seconds = cost.token_seconds(depth) + cost.speeds.graph_pass / PASS_TOKENS
+            token_seconds = cost.token_seconds(depth) + cost.pass_seconds / PASS_TOKENS
             row_seconds = cost.row_seconds
         seconds = np.concatenate([token_seconds, np.full(len(heads.tokens), row_seconds)])
         self._unit = float(seconds.sum()) / _STEPS or 1.0

@@ -26,10 +26,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from treetrain.planning.balance import Balancer
-from treetrain.planning.cost import CostModel, Passes
-from treetrain.planning.make import Bytes, Purpose, within_bytes
+from treetrain.planning.make import within_bytes
 from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan, depth_first
+from treetrain.planning.plan import Bytes, Costs, Passes, Plan, Purpose, depth_first
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
@@ -119,18 +118,18 @@ def candidates(
         apart: whether rows may be cut into runs that share nothing.
         free_bytes: free bytes of the device, for a plan without a budget; None means as much as the plan needs.
     """
-    made_for, layout = plan.made_for, plan.layout
-    if not isinstance(made_for, Purpose) or not plan.num_parts:
+    purpose, layout = plan.purpose, plan.layout
+    if purpose is None or not plan.num_parts:
         return [Candidate(plan, tree, "as planned")]
-    cost = made_for.cost
+    cost = purpose.cost
 
     def within(tokens: int) -> Plan:
-        return replace(partition(layout, tokens, cost.seconds), made_for=made_for)
+        return replace(partition(layout, tokens, cost.seconds), purpose=purpose)
 
     own = Candidate(largest_first(plan, cost), tree, "as planned")
     if plan.num_parts == 1 or plan.num_parts > MOST_PARTS:
         return [own]
-    room, limit = _room(plan, made_for, free_bytes)
+    room, limit = _room(plan, purpose, free_bytes)
     if layout.num_tokens <= room:
         whole = within(layout.num_tokens)
         if limit is None or cost.peak_bytes(whole) <= limit:
@@ -139,7 +138,7 @@ def candidates(
         Candidate(largest_first(within(max(1, int(room * share))), cost), tree, f"{share} of the budget")
         for share in SMALLER
     ]
-    others += _in_runs(tree, room, lay_out, made_for, whole_rows=whole_rows) if apart else []
+    others += _in_runs(tree, room, lay_out, purpose, whole_rows=whole_rows) if apart else []
     return [own, *(other for other in others if limit is None or cost.peak_bytes(other.plan) <= limit)]
 
 
@@ -147,12 +146,8 @@ def offers_of(own: Sequence[Candidate]) -> list[Offer]:
     """The offers of a rank's candidates. Passes count as one second each if the plan is not from `make_plan`."""
     offers = []
     for candidate in own:
-        made_for = candidate.plan.made_for
-        if isinstance(made_for, Purpose):
-            passes = made_for.cost.passes(candidate.plan)
-        else:
-            kinds = candidate.plan.kinds
-            passes = Passes(kinds, [1.0] * len(kinds))
+        plan = candidate.plan
+        passes = Passes(plan.kinds, [1.0] * len(plan.kinds)) if plan.purpose is None else plan.purpose.cost.passes(plan)
         offers.append(Offer(candidate.name, passes))
     return offers
 
@@ -189,7 +184,7 @@ def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
     return chosen
 
 
-def largest_first(plan: Plan, cost: CostModel) -> Plan:
+def largest_first(plan: Plan, cost: Costs) -> Plan:
     """The same parts with the slowest siblings first, so that ranks run parts of similar size together."""
     seconds = np.bincount(plan.part_of, cost.token_seconds(plan.layout.positions), plan.num_parts)
     order = depth_first(plan.parent, -seconds)
@@ -209,14 +204,14 @@ def largest_first(plan: Plan, cost: CostModel) -> Plan:
     )
 
 
-def _room(plan: Plan, made_for: Purpose, free_bytes: float | None) -> tuple[int, float | None]:
+def _room(plan: Plan, purpose: Purpose, free_bytes: float | None) -> tuple[int, float | None]:
     """Tokens that may be alive at once, and the limit in bytes if the budget is not in tokens."""
-    budget, cost = made_for.budget, made_for.cost
+    budget, cost = purpose.budget, purpose.cost
     if isinstance(budget, int):
         return budget, None
     limit = free_bytes if budget is None else float(budget.count)
-    if made_for.tokens is not None:
-        return made_for.tokens, limit
+    if purpose.tokens is not None:
+        return purpose.tokens, limit
     peak = cost.peak_bytes(plan)
     if limit is None or peak > limit:
         return plan.peak_tokens, peak
@@ -227,13 +222,13 @@ def _in_runs(
     tree: TokenTree,
     room: int,
     lay_out: Callable[[TokenTree], PackedLayout],
-    made_for: Purpose,
+    purpose: Purpose,
     *,
     whole_rows: bool,
 ) -> Iterator[Candidate]:
     """The rows cut into the fewest runs that fit, and into a few more; each run is one part."""
     fewest = max(2, math.ceil(lay_out(tree).num_tokens / room))
-    balancer, offered = Balancer(tree, made_for.cost, whole_rows=whole_rows), 0
+    balancer, offered = Balancer(tree, purpose.cost, whole_rows=whole_rows), 0
     for runs in range(fewest, math.ceil(RUNS_WITHIN * fewest) + RUNS_OFFERED):
         divided = balancer.over(runs)
         if divided.tokens.max() > room:
@@ -244,8 +239,8 @@ def _in_runs(
         order = np.argsort(apart.trajectory_last, kind="stable")
         row_through = order[np.searchsorted(apart.trajectory_last[order], layout.tree_index)]  # each token's first row
         _, part_of = np.unique(run_of_row[row_through], return_inverse=True)
-        plan = replace(Plan.of_parts(layout, part_of), made_for=made_for)
-        yield Candidate(largest_first(plan, made_for.cost), apart, f"{runs} runs")
+        plan = replace(Plan.of_parts(layout, part_of), purpose=purpose)
+        yield Candidate(largest_first(plan, purpose.cost), apart, f"{runs} runs")
         offered += 1
         if offered == RUNS_OFFERED:
             return

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from treetrain.errors import UnsupportedModel, expect, nearest
 from treetrain.planning.devices import SLACK, Collective, Device, Group, head_chunk_rows
-from treetrain.planning.plan import Plan, heights
+from treetrain.planning.plan import Passes, Plan, heights
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import FULL, AttentionRange, Pairs, pairs_at
@@ -350,14 +350,6 @@ class Speeds:
         )
 
 
-class Passes(NamedTuple):
-    """A rank's sequence of passes."""
-
-    kinds: str
-    """As in `Plan.kinds`."""
-    seconds: list[float]
-
-
 class Sharding(NamedTuple):
     """How ranks hold weights: in shards, of which there may be several copies."""
 
@@ -558,6 +550,11 @@ class CostModel:
         for each, flops in self.counts.flops_by_range.items():
             seconds += flops * both / self.speeds.attention * each.seen(depth)
         return seconds
+
+    @property
+    def pass_seconds(self) -> float:
+        """Fixed seconds of a forward and backward."""
+        return self.speeds.graph_pass
 
     @property
     def row_seconds(self) -> float:

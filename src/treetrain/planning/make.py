@@ -10,7 +10,7 @@ import numpy as np
 
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan, heights
+from treetrain.planning.plan import Bytes, Costs, Plan, heights
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
@@ -25,21 +25,6 @@ _SMALLEST_PARTS = 10_000
 """The search for a budget in bytes tries token budgets down to the number of tokens divided by this, at least 1."""
 _TRIES, _CLOSE = 40, 0.97
 """The search for a budget in bytes stops after this many plans, or when the peak reaches this share of the budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """A number of bytes."""
-
-    count: int
-
-    def __str__(self) -> str:
-        size, unit = float(self.count), "B"
-        for larger in ("KiB", "MiB", "GiB", "TiB"):
-            if size < 1024:
-                break
-            size, unit = size / 1024, larger
-        return f"{self.count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def parse_budget(value: Any) -> int | Bytes | None:
@@ -73,7 +58,7 @@ def parse_budget(value: Any) -> int | Bytes | None:
     return budget
 
 
-def within_bytes(layout: PackedLayout, cost: CostModel, limit: Bytes) -> tuple[Plan, int]:
+def within_bytes(layout: PackedLayout, cost: Costs, limit: Bytes) -> tuple[Plan, int]:
     """Find the plan of nearly the largest budget in tokens that is predicted to fit, and that budget.
 
     Predicted peaks grow with the budget, nearly in proportion to it. So the search interpolates linearly between a
@@ -121,8 +106,8 @@ SCORED_FIRST = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Purpose:
-    """The cost model and the budget that a plan was made for."""
+class Budgeted:
+    """The `Purpose` of a plan made by `make_plan`."""
 
     cost: CostModel
     budget: int | Bytes | None
@@ -244,7 +229,7 @@ def make_plan(
         plan, tokens = partition(layout, None, cost.seconds, part_tokens=size), None
         if free_bytes is not None and cost.peak_bytes(plan) > free_bytes:
             plan, tokens = within_bytes(layout, cost, Bytes(free_bytes))
-    return replace(plan, made_for=Purpose(cost=cost, budget=budget, tokens=tokens))
+    return replace(plan, purpose=Budgeted(cost=cost, budget=budget, tokens=tokens))
 
 
 def trained_layout(tree: TokenTree) -> PackedLayout:

@@ -32,9 +32,51 @@ class Event(NamedTuple):
     """Number of the prefill, or of the part."""
 
 
-class Explainer(Protocol):
-    """Explains a plan: `planning.make.Purpose`, which knows the budget and the cost model."""
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A number of bytes."""
 
+    count: int
+
+    def __str__(self) -> str:
+        size, unit = float(self.count), "B"
+        for larger in ("KiB", "MiB", "GiB", "TiB"):
+            if size < 1024:
+                break
+            size, unit = size / 1024, larger
+        return f"{self.count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+class Passes(NamedTuple):
+    """A rank's sequence of passes."""
+
+    kinds: str
+    """One letter per pass, as in `Plan.kinds`."""
+    seconds: list[float]
+
+
+class Costs(Protocol):
+    """Predicts a plan's seconds and bytes: `planning.cost.CostModel`."""
+
+    def seconds(self, plan: "Plan") -> float: ...
+    def peak_bytes(self, plan: "Plan") -> float: ...
+    def passes(self, plan: "Plan") -> Passes: ...
+    def token_seconds(self, depth: Int64s) -> NDArray[np.floating]: ...
+    @property
+    def row_seconds(self) -> float: ...
+    @property
+    def pass_seconds(self) -> float: ...
+
+
+class Purpose(Protocol):
+    """The costs and the budget that a plan was made for: `planning.make.Budgeted`."""
+
+    @property
+    def cost(self) -> Costs: ...
+    @property
+    def budget(self) -> int | Bytes | None: ...
+    @property
+    def tokens(self) -> int | None: ...
     def explain(self, plan: "Plan") -> str: ...
     def explanation(self, plan: "Plan") -> dict[str, Any]: ...
 
@@ -65,8 +107,8 @@ class Plan:
     """When the loss is evaluated. no: for each trajectory as soon as its last prediction is scored. kept: after all
     parts have run forward, and all graphs are kept until then. recomputed: after all parts have run once without graph;
     then they run as this plan says."""
-    made_for: Explainer | None = None
-    """The budget and prices of `make_plan`; None for a plan made otherwise."""
+    purpose: Purpose | None = None
+    """The costs and the budget given to `make_plan`; None for a plan made otherwise."""
 
     @classmethod
     def of_parts(
@@ -285,16 +327,16 @@ class Plan:
         Raises:
             ValueError: a plan that `make_plan` did not make.
         """
-        return self._purpose().explain(self)
+        return self._given_purpose().explain(self)
 
     def explanation(self) -> dict[str, Any]:
         """The contents of `explain` as plain JSON data."""
-        return self._purpose().explanation(self)
+        return self._given_purpose().explanation(self)
 
-    def _purpose(self) -> Explainer:
-        if self.made_for is None:
+    def _given_purpose(self) -> Purpose:
+        if self.purpose is None:
             raise ValueError("this plan knows no budget and no cost model; plans of make_plan can be explained")
-        return self.made_for
+        return self.purpose
 
 
 def segment_heights(layout: PackedLayout) -> Int64[np.ndarray, " S"]:
