@@ -187,6 +187,12 @@ def first_path(record: Any, *paths: str) -> Any:
     return next((value for path in paths if (value := look_up(record, path)) is not None), None)
 
 
+def picked(record: Any, **paths: str | tuple[str, ...]) -> dict[str, Any]:
+    """The facts that a record has: for each name the value at the first of its paths that is there."""
+    found = {name: first_path(record, *((one,) if isinstance(one, str) else one)) for name, one in paths.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def key_paths(value: Any, above: str = "") -> Iterator[str]:
     """The paths of the values in a record, of the first entry of every list; attributes of OTLP by their names."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):

@@ -1,25 +1,91 @@
-"""The formats of logs, each a function from a record to rows of token ids or messages."""
+"""The formats of logs: what a record is recognised by, and the function that makes rows of token ids or messages of it.
 
-from treetrain.data.formats.agents import (
-    AREAL,
-    ART,
-    INSPECT,
-    MINI_SWE_AGENT,
-    SWE_AGENT,
-    TAU,
-    THOUGHTS,
-    TOOLBENCH,
-    VERL,
+A tracing tool is a `Log`, a mapping that says where the tool keeps the parts of an LLM call.
+"""
+
+from treetrain.data.formats import agents, conversations, events, nodes, tokens, traces
+from treetrain.data.formats.traces import Log
+from treetrain.data.records import Format
+
+NODE_KEYS = ("tokens", "input_ids", "token_ids", "messages", "message", "parent")
+NODES = " | ".join(f"{place}.0.{name}" for place in ("nodes", "traces.0.nodes") for name in NODE_KEYS)
+BATCHES = "batch.responses | input_ids attention_mask responses | input output score | prompt responses data_source"
+SESSIONS = (
+    "uuid sessionId | type leafUuid | type messageId snapshot | type sessionId operation | type sessionId aiTitle"
 )
-from treetrain.data.formats.conversations import BATCH, CHAT, COMPLETION, PREFERENCE, REQUESTS, SHAREGPT
-from treetrain.data.formats.events import ATIF, CLAUDE_CODE, CODEX, MESSAGES, OPENHANDS, OPENHANDS_EVENTS
-from treetrain.data.formats.nodes import NODES
-from treetrain.data.formats.tokens import SERVER, STEPS, TOKENS
-from treetrain.data.formats.traces import AGENTS_SDK, BRAINTRUST, LANGFUSE, LANGSMITH, OPIK, SPANS, WEAVE
+EVENTS = "source kind timestamp | source action timestamp | source observation timestamp"
+API_CALL = r"completions?\.create|messages\.create|responses\.create|generate_content|litellm\.completion|\.converse"
+LANGSMITH = Log(
+    kind="run_type",
+    calls="^llm$",
+    below="child_runs",
+    tools=("extra.invocation_params.tools", "inputs.tools"),
+    model=("extra.invocation_params.model", "extra.metadata.ls_model_name"),
+    rewards=("feedback_stats",),
+)
+LANGFUSE = Log(kind="type", calls="^GENERATION$", below="observations", episode=("traceId", "trace_id"))
+BRAINTRUST = Log(
+    kind="span_attributes.type",
+    calls="^llm$",
+    tools=("metadata.tools",),
+    model=("metadata.model",),
+    episode=("root_span_id",),
+)
+WEAVE = Log(kind="op_name", calls=API_CALL, model=("inputs.model",))
+OPIK = Log(kind="type", calls="^llm$", rewards=("feedback_scores",), tools=("metadata.tools",))
+AGENTS_SDK = Log(
+    kind="span_data.type",
+    calls="^(generation|response)$",
+    prompt=("span_data.input",),
+    answer=("span_data.output", "span_data.response"),
+    tools=("span_data.response.tools", "span_data.model_config.tools"),
+    model=("span_data.model",),
+)
 
 FORMATS = (
-    *(VERL, TOKENS, NODES, SERVER, STEPS, ART, AREAL, SWE_AGENT, MINI_SWE_AGENT, TAU, INSPECT, TOOLBENCH, THOUGHTS),
-    *(CLAUDE_CODE, CODEX, OPENHANDS, OPENHANDS_EVENTS, ATIF, SPANS, LANGSMITH, BRAINTRUST, WEAVE, OPIK, AGENTS_SDK),
-    *(LANGFUSE, BATCH, PREFERENCE, REQUESTS, CHAT, SHAREGPT, COMPLETION, MESSAGES),
+    Format("verl", BATCHES, agents.read_verl),
+    Format("tokens", "input_ids", lambda record, notes: [record], tokens=True),
+    Format("nodes", NODES, nodes.read_nodes),
+    Format("server", "the token ids of a server's response", tokens.read_server, tokens.is_server, tokens=True),
+    Format("steps", "the token ids of prompts and answers", tokens.read_steps, tokens.is_steps, tokens=True),
+    Format("art", "trajectories.0.messages_and_choices | messages_and_choices | group_index messages", agents.read_art),
+    Format("areal", "interactions of AReaL", traces.read_areal, traces.is_areal),
+    Format("swe-agent", "history trajectory", agents.read_swe_agent),
+    Format("mini-swe-agent", "trajectory_format messages", agents.read_mini_swe_agent),
+    Format("tau-bench", "traj | simulations | reward_info task_id messages", agents.read_tau, session=agents.of_run),
+    Format("inspect", "eval samples | messages epoch scores", agents.read_inspect),
+    Format("toolbench", "answer_generation tree", agents.read_toolbench),
+    Format("tree-of-thoughts", "steps.0.new_ys", agents.read_thoughts),
+    Format("claude-code", f"type {SESSIONS}", events.read_claude_code, session=events.of_file),
+    Format("codex", "type payload", events.read_codex, session=events.of_file),
+    Format("openhands", "history instance_id", events.read_openhands),
+    Format("openhands-events", EVENTS, events.read_openhands, session=events.of_file),
+    Format("atif", "schema_version steps agent", events.read_atif),
+    Format(
+        "spans",
+        "attributes of OpenTelemetry, OpenInference, OpenLLMetry or MLflow",
+        traces.read_spans,
+        traces.is_spans,
+        session=traces.rollout_of,
+    ),
+    Format("langsmith", "run_type", LANGSMITH),
+    Format("braintrust", "span_attributes", BRAINTRUST, session=lambda _, span: ("trace", span.get("root_span_id"))),
+    Format("weave", "op_name inputs", WEAVE),
+    Format("opik", "type trace_id input feedback_scores", OPIK),
+    Format("agents-sdk", "span_data", AGENTS_SDK),
+    Format("langfuse", "observations | type input output traceId | type input output trace_id", LANGFUSE),
+    Format(
+        "batch",
+        "`custom_id` of a batch",
+        conversations.read_batch,
+        conversations.is_batch,
+        session=lambda _, record: ("custom_id", record.get("custom_id")),
+    ),
+    Format("preference", "chosen rejected", conversations.read_preference),
+    Format("requests", "a `request` and its `response`", conversations.read_requests, conversations.is_request),
+    Format("chat", "`messages`", conversations.read_chat, conversations.is_chat),
+    Format("sharegpt", "conversations", conversations.read_sharegpt),
+    Format("completion", "completion", conversations.read_completion),
+    Format("messages", "role content | role parts", events.read_messages, session=events.of_file),
 )
 """Tried in this order on the first record."""

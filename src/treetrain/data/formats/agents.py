@@ -10,8 +10,7 @@ import numpy as np
 
 from treetrain.data.formats.conversations import NOT_TRAINED, finished, untrained
 from treetrain.data.formats.events import of_file
-from treetrain.data.formats.traces import Log
-from treetrain.data.records import Format, Notes, Record, facts, field, first_path, look_up, objects, parsed, tracked
+from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, parsed, picked, tracked
 from treetrain.errors import DataError, quoted
 
 INSPECT_SCORES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
@@ -68,10 +67,8 @@ def read_mini_swe_agent(record: Record, notes: Notes) -> list[Record]:
             continue
         reason = look_up(one, "extra.response.choices.0.finish_reason")
         messages.append({name: one[name] for name in one if name != "extra"} | {"finish_reason": reason})
-    known = {"group": record.get("instance_id"), "model": look_up(record, "info.config.model.model_name")}
-    return [
-        {name: value for name, value in known.items() if value is not None} | facts(record) | {"messages": messages}
-    ]
+    known = picked(record, group="instance_id", model="info.config.model.model_name")
+    return [known | facts(record) | {"messages": messages}]
 
 
 def read_tau(record: Record, notes: Notes) -> list[Record]:
@@ -95,38 +92,32 @@ def _tau_rows(record: Record, policy: Any, notes: Notes) -> list[Record]:
     notes.add("tau2-bench does not log the agent's system prompt; the policy is given in its place")
     runs = objects(record, "simulations") if "simulations" in record else [record]
     runs = tracked(runs, "keys of simulations", notes)
-    return [
-        {name: run[name] for name in ("id", "task_id", "trial") if run.get(name) is not None}
-        | {"reward": look_up(run, "reward_info.reward"), "messages": _tau2_messages(run, notes)}
-        | ({"system": policy} if isinstance(policy, str) else {})
-        for run in runs
-    ]
+    known = {"system": policy} if isinstance(policy, str) else {}
+    paths = {"id": "id", "task_id": "task_id", "trial": "trial", "reward": "reward_info.reward"}
+    return [known | picked(run, **paths) | {"messages": _tau2_messages(run, notes)} for run in runs]
 
 
 def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
     """Messages that the agent saw: without the calls of the user's own tools and their results."""
+    found: list[dict[str, Any]] = []
+    for one in objects(run, "messages"):
+        if one.get("role") == "tool" and "tool_messages" in one:
+            found += objects(one, "tool_messages")
+        elif one.get("role") != "user" or not one.get("tool_calls"):
+            found.append(one)
+    found = [one for one in found if one.get("requestor") != "user"]
+    # The greeting that starts a run and messages that a task begins with were not sampled.
+    of_model = [any(one.get(name) for name in ("cost", "usage", "raw_data")) for one in found]
+    measured = any(of for of, one in zip(of_model, found) if one.get("role") == "assistant")
     messages: list[dict[str, Any]] = []
-    measured = any(
-        one.get("role") == "assistant" and (one.get("cost") or one.get("usage") or one.get("raw_data"))
-        for one in objects(run, "messages")
-    )
-    for message in objects(run, "messages"):
-        of_user = message.get("requestor") == "user" or (message.get("role") == "user" and message.get("tool_calls"))
-        if message.get("role") == "tool" and "tool_messages" in message:
-            results = objects(message, "tool_messages")
-        else:
-            results = [] if of_user else [message]
-        for one in results:
-            if one.get("requestor") != "user":
-                kept = {name: one[name] for name in ("role", "content", "tool_calls") if one.get(name) is not None}
-                kept |= {"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}
-                kept["finish_reason"] = first_path(one, "raw_data.choices.0.finish_reason", "raw_data.finish_reason")
-                # The greeting that starts a run and messages that a task begins with were not sampled.
-                given = not any(one.get(name) for name in ("cost", "usage", "raw_data"))
-                if given and kept.get("role") == "assistant" and (measured or not messages):
-                    notes.add("an assistant message without cost, usage and raw data is not trained: nobody sampled it")
-                    kept |= NOT_TRAINED
-                messages.append(kept)
+    for one, sampled in zip(found, of_model):
+        kept = picked(one, role="role", content="content", tool_calls="tool_calls")
+        kept |= {"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}
+        kept["finish_reason"] = first_path(one, "raw_data.choices.0.finish_reason", "raw_data.finish_reason")
+        if one.get("role") == "assistant" and not sampled and (measured or not messages):
+            notes.add("an assistant message without cost, usage and raw data is not trained: nobody sampled it")
+            kept |= NOT_TRAINED
+        messages.append(kept)
     return messages
 
 
@@ -166,11 +157,8 @@ def _attached(value: Any, attachments: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
         return [_attached(entry, attachments) for entry in value]
     if isinstance(value, dict):
-        return {
-            name: _attached(entry, attachments)
-            for name, entry in value.items()
-            if name not in ("source", "model", "id")
-        }
+        kept = value.keys() - {"source", "model", "id"}
+        return {name: _attached(entry, attachments) for name, entry in value.items() if name in kept}
     if isinstance(value, str) and value.startswith("attachment://"):
         if (found := attachments.get(value.removeprefix("attachment://"))) is None:
             raise DataError(f"{quoted(value)} is not in `attachments`")
@@ -205,9 +193,8 @@ def _toolbench_paths(root: Record) -> Iterator[list[dict[str, Any]]]:
         if kind == "Thought" and text:
             path, answer = ([*path, answer] if "content" in answer else path), {"role": "assistant", "content": text}
         elif kind == "Action" and text:
-            answer = (
-                {"role": "assistant", "content": None} | answer | {"function_call": {"name": text, "arguments": "{}"}}
-            )
+            answer = {"role": "assistant", "content": None, **answer}
+            answer["function_call"] = {"name": text, "arguments": "{}"}
         elif kind == "Action Input" and "function_call" in answer:
             name = answer["function_call"]["name"]
             answer = answer | {"function_call": {"name": name, "arguments": text}}
@@ -314,37 +301,3 @@ def _art_messages(history: Record) -> list[Any]:
         return [message | {"tool_calls": parsed(message.get("tool_calls"))} for message in objects(history, "messages")]
     entries = objects(history, "messages_and_choices")
     return [finished(entry["message"], entry) if "message" in entry else entry | {"weight": 0} for entry in entries]
-
-
-AREAL_CALLS = Log(
-    prompt=("messages", "request"),
-    answer=("output_message_list", "response"),
-    rewards=("reward",),
-    below="interactions",
-    names=("interaction_id",),
-)
-
-
-def read_areal(record: Record, notes: Notes) -> list[Record]:
-    """AReaL's interactions, by id or as a list, each one LLM call."""
-    return AREAL_CALLS(record if "interactions" in record else {"interactions": list(record.values())}, notes)
-
-
-def is_areal(record: Record) -> bool:
-    """Whether a record is AReaL's interactions, by id or as a list."""
-    first = look_up(record, "interactions.0") or next(iter(record.values()), None)
-    return isinstance(first, Mapping) and (
-        "interaction_id" in first or {"request", "response", "reward"} <= first.keys()
-    )
-
-
-SWE_AGENT = Format("swe-agent", "history trajectory", read_swe_agent)
-MINI_SWE_AGENT = Format("mini-swe-agent", "trajectory_format messages", read_mini_swe_agent)
-TAU = Format("tau-bench", "traj | simulations | reward_info task_id messages", read_tau, session=of_run)
-INSPECT = Format("inspect", "eval samples | messages epoch scores", read_inspect)
-TOOLBENCH = Format("toolbench", "answer_generation tree", read_toolbench)
-THOUGHTS = Format("tree-of-thoughts", "steps.0.new_ys", read_thoughts)
-BATCHES = "batch.responses | input_ids attention_mask responses | input output score | prompt responses data_source"
-VERL = Format("verl", BATCHES, read_verl)
-ART = Format("art", "trajectories.0.messages_and_choices | messages_and_choices | group_index messages", read_art)
-AREAL = Format("areal", "interactions of AReaL", read_areal, is_areal)

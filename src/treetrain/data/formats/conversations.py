@@ -10,7 +10,7 @@ from typing import Any
 
 from treetrain.data.formats.tokens import sampled_row
 from treetrain.data.messages import CALL_PARTS, REASONING_PARTS, TEXT_PARTS, unwrapped
-from treetrain.data.records import Format, Notes, Record, facts, field, first_path, look_up, objects, parsed
+from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, parsed, picked
 from treetrain.errors import DataError, quoted
 
 NOT_TRAINED = {"weight": 0}
@@ -19,16 +19,8 @@ PROMPTS = ("messages", "input", "contents", "prompt", "inputs")
 SYSTEMS = ("system", "instructions", "systemInstruction.parts", "system_instruction.parts")
 SYSTEMS += ("systemInstruction", "system_instruction", "config.system_instruction")
 TOOLS = ("tools", "functions", "config.tools", "optional_params.tools", "model_parameters.tools", "kwargs.tools")
-REQUEST_PATHS = (
-    "request.body",
-    "request_body",
-    "body",
-    "request",
-    "responses_create_params",
-    "input",
-    "inputs",
-    "kwargs",
-)
+REQUEST_PATHS = ("request.body", "request_body", "body", "request", "responses_create_params")
+REQUEST_PATHS += ("input", "inputs", "kwargs")
 RESPONSE_PATHS = ("response.body", "response_body", "response", "output", "outputs", "completion")
 ANSWERS = ("choices", "candidates", "generations", "output", "message", "messages", "content")
 SAID = ("content", "parts", "text", "tool_calls", "function_call", "refusal")
@@ -79,11 +71,7 @@ def prompt_of(given: Any, notes: Notes) -> tuple[list[Any], dict[str, Any]]:
     while isinstance(given, Mapping):
         if given.get("previous_response_id") is not None:
             raise DataError("`previous_response_id` is given, so the prompt is in another record; log whole inputs")
-        beside = {
-            "system": first_path(given, *SYSTEMS),
-            "tools": first_path(given, *TOOLS),
-            "model": given.get("model"),
-        }
+        beside = picked(given, system=SYSTEMS, tools=TOOLS, model="model")
         shared = {name: value for name, value in beside.items() if value} | shared
         name = next((name for name in PROMPTS if given.get(name) is not None), None)
         if name is None:
@@ -116,15 +104,13 @@ def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
         if name == "generations" and isinstance(look_up(given, "generations.0"), list):  # LangChain: a batch of one
             return answers_of(given["generations"][0], notes)
         return [
-            [*turns[:-1], finished(turns[-1], given)] if turns else turns for turns in answers_of(given[name], notes)
+            [*turns[:-1], *(finished(turn, given) for turn in turns[-1:])] for turns in answers_of(given[name], notes)
         ]
     if not isinstance(given, list):
         raise DataError(f"the response is {quoted(given)}, expected text, choices or messages")
     if any(not isinstance(one, Mapping) for one in given):
         raise DataError(f"the response holds {quoted(given)}, expected objects")
-    if given and all(
-        "role" not in one and one.get("type") in (*TEXT_PARTS, *CALL_PARTS, *REASONING_PARTS) for one in given
-    ):
+    if given and all("role" not in one and one.get("type") in PARTS for one in given):
         return [[{"role": "assistant", "content": given}]]
     if all(one.get("type") not in (*ITEMS, *RESULT_ITEMS) and _answer(one).get("role") in MODEL_ROLES for one in given):
         return [[_answer(one)] for one in given]
@@ -180,9 +166,8 @@ def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
         elif kind in RESULT_ITEMS:
             role, content = "user", [dict(item) | {"type": "function_call_output"}]  # its part becomes a tool message
         elif kind != "message":
-            content = [
-                dict(item) | {"type": "function_call", "name": item.get("name", kind), "arguments": _input(item)}
-            ]
+            call = {"type": "function_call", "name": item.get("name", kind), "arguments": _input(item)}
+            content = [dict(item) | call]
         content = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == "assistant" and isinstance(last.get("content"), list):
@@ -256,8 +241,7 @@ def read_requests(record: Record, notes: Notes) -> list[Record]:
     """One LLM call: its messages are context, and every choice of the response is a row that is trained."""
     request, response = request_of(record), response_of(record)
     known = facts(record, *(one for one in (request, response) if isinstance(one, Mapping)))
-    also = {name: first_path(record, *paths) for name, paths in REQUEST_FACTS.items()}
-    known = {name: value for name, value in also.items() if value is not None} | known
+    known = picked(record, **REQUEST_FACTS) | known
     if found := _sampled_turns(response, known, notes):
         return found
     rows = call_rows(known, request, response, notes)
@@ -269,8 +253,11 @@ def read_requests(record: Record, notes: Notes) -> list[Record]:
 def _sampled_turns(response: Any, known: Record, notes: Notes) -> list[Record]:
     """The calls of a response whose every turn has the ids of its tokens (NeMo Gym); none if one lacks them."""
     turns: list[Any] = [None]
-    for item in objects(response, "output") if isinstance(look_up(response, "output"), list) else []:
-        if item.get("type", "message") not in ITEMS or item.get("role", "assistant") != "assistant":
+    for number, item in enumerate(objects(response, "output") if isinstance(look_up(response, "output"), list) else []):
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind not in (*ITEMS, *RESULT_ITEMS):
+            raise DataError(f"item {number} is of type {quoted(kind)}; known are {', '.join(ITEMS + RESULT_ITEMS)}")
+        if kind in RESULT_ITEMS or item.get("role", "assistant") != "assistant":
             turns.append(None)
         elif turns[-1] is None or item.get("generation_token_ids"):
             turns[-1] = item
@@ -329,10 +316,9 @@ def read_sharegpt(record: Record, notes: Notes) -> list[Record]:
     for turn in objects(record, "conversations"):
         role, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if role == "function_call":
-            call = parsed(value)
-            messages.append(
-                {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
-            )
+            calls = parsed(value)
+            calls = calls if isinstance(calls, list) else [calls]
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         else:
             messages.append({name: turn[name] for name in turn if name not in ("from", "value")})
             messages[-1] |= {"role": role, "content": value}
@@ -344,8 +330,8 @@ def read_completion(record: Record, notes: Notes) -> list[Record]:
     """TRL's `prompt` and `completion`, texts or messages, with the `label` of unpaired preferences."""
     label = record.get("label")
     known = {name: value for name, value in record.items() if name not in ("prompt", "completion", "label")}
-    known |= _reward_columns(record, notes)
     known = {name: value for name, value in known.items() if not name.endswith("_reward")}
+    known |= _reward_columns(record, notes)
     known |= {"tools": known.pop("tool_defs")} if known.get("tool_defs") else {}  # verifiers
     known |= {"group": known.pop("example_id")} if known.get("example_id") is not None else {}
     known |= {} if label is None else {"chosen": bool(label) if label in (0, 1) else label}
@@ -395,15 +381,3 @@ def is_chat(record: Record) -> bool:
 def is_batch(record: Record) -> bool:
     """Whether a record has one side of a call of a batch."""
     return "custom_id" in record and not is_request(record)
-
-
-def _of_batch(place: str, record: Record) -> tuple[Any, ...]:
-    return ("custom_id", record.get("custom_id"))
-
-
-CHAT = Format("chat", "`messages`", read_chat, is_chat)
-BATCH = Format("batch", "`custom_id` of a batch", read_batch, is_batch, session=_of_batch)
-REQUESTS = Format("requests", "a `request` and its `response`", read_requests, is_request)
-SHAREGPT = Format("sharegpt", "conversations", read_sharegpt)
-PREFERENCE = Format("preference", "chosen rejected", read_preference)
-COMPLETION = Format("completion", "completion", read_completion)

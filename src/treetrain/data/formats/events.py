@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from treetrain.data.formats.conversations import items_to_messages
-from treetrain.data.records import Format, Notes, Record, facts, field, first_path, look_up, objects
+from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, picked
 from treetrain.errors import DataError, quoted
 
 
@@ -60,29 +60,25 @@ def _is_result(line: Record) -> bool:
 
 def _claude_row(path: Iterable[Record], line: Record, number: int, notes: Notes) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
-    last = None
+    model = last = None
     for one in path:
+        if one.get("type") == "attachment":
+            notes.add("an attachment is not in the row: Claude Code does not log how it writes it in the prompt")
         if one.get("type") not in ("user", "assistant"):
-            if one.get("type") == "attachment":
-                notes.add("an attachment is not in the row: Claude Code does not log how it writes it in the prompt")
             continue
         message = field(one, "message", dict)
         if message.get("model") == "<synthetic>":
             notes.add("a message that Claude Code wrote in place of the model is not in the row")
             continue
-        name = message.get("id")
         content = message.get("content")
         content = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if name is not None and name == last:
+        if message.get("id") is not None and message["id"] == last:
             messages[-1]["content"] += objects(message, "content")
-            messages[-1]["stop_reason"] = message.get("stop_reason")
         else:
-            messages.append(
-                {"role": message.get("role"), "content": content, "stop_reason": message.get("stop_reason")}
-            )
-        last = name
+            messages.append({"role": message.get("role"), "content": content})
+        messages[-1]["stop_reason"] = message.get("stop_reason")
+        last, model = message.get("id"), model or message.get("model")
     session = first_path(line, "sessionId", "session_id")
-    model = next((look_up(one, "message.model") for one in path if one.get("type") == "assistant"), None)
     return {"messages": messages, "episode": session, "id": f"{session}/{number}", "model": model}
 
 
@@ -97,12 +93,9 @@ def read_codex(record: Record, notes: Notes) -> list[Record]:
     for line in objects(record, "records"):
         kind, payload = line.get("type"), field(line, "payload", dict)
         if kind == "session_meta":
-            known = {
-                "episode": payload.get("id"),
-                "system": first_path(payload, "base_instructions.text", "instructions"),
-            }
+            known = picked(payload, episode="id", system=("base_instructions.text", "instructions"))
         elif kind == "turn_context":
-            known["model"] = payload.get("model")
+            known |= picked(payload, model="model")
         elif kind == "response_item" and payload.get("type") != "ghost_snapshot":
             items.append(payload)
         elif kind == "compacted":
@@ -110,16 +103,14 @@ def read_codex(record: Record, notes: Notes) -> list[Record]:
             summary = [{"role": "user", "content": payload.get("message")}]
             items = [one | {"weight": 0} for one in objects(payload, "replacement_history") or summary]
         else:
-            notes.add(
-                f"a line of type {quoted(payload.get('type') if kind == 'response_item' else kind)} is not in rows"
-            )
+            kind = payload.get("type") if kind == "response_item" else kind
+            notes.add(f"a line of type {quoted(kind)} is not in rows")
     notes.add("Codex does not log its tools (--tools FILE adds them)")
     return [*rows, _codex_row(known, items, len(rows), notes)]
 
 
 def _codex_row(known: Record, items: list[Any], number: int, notes: Notes) -> dict[str, Any]:
-    made = {name: value for name, value in known.items() if value is not None}
-    return made | {"messages": items_to_messages(items, notes), "id": f"{known.get('episode')}/{number}"}
+    return {**known, "messages": items_to_messages(items, notes), "id": f"{known.get('episode')}/{number}"}
 
 
 # OpenHands
@@ -143,23 +134,16 @@ def read_openhands(record: Record, notes: Notes) -> list[Record]:
         tools = first_path(event, "args.tools", "tools") or tools
         message, answer = _openhands_message(event, number)
         if message is None:
-            what = next(
-                (event[name] for name in ("action", "kind", "observation") if isinstance(event.get(name), str)), ""
-            )
-            notes.add(f"an event {quoted(what)} is no message and not in the rows")
+            what = [event[name] for name in ("action", "kind", "observation") if isinstance(event.get(name), str)]
+            notes.add(f"an event {quoted(''.join(what[:1]))} is no message and not in the rows")
         elif answer is None or answer not in answers:
             messages.append(message)
             answers |= {} if answer is None else {answer: message}
         elif "kind" in event:  # the SDK's: each event has one call, and the first has the text
             answers[answer]["tool_calls"] += message["tool_calls"]
     notes.add("OpenHands' events are not the prompts as they were sent; logged completions are (`log_completions`)")
-    known = {
-        "group": record.get("instance_id"),
-        "reward": look_up(record, "test_result.report.resolved"),
-        "tools": tools,
-    }
-    known["model"] = look_up(record, "metadata.llm_config.model")
-    return [{name: value for name, value in known.items() if value is not None} | {"messages": messages}]
+    known = picked(record, group="instance_id", reward="test_result.report.resolved", model="metadata.llm_config.model")
+    return [known | ({"tools": tools} if tools else {}) | {"messages": messages}]
 
 
 def _openhands_message(event: Any, number: int) -> tuple[dict[str, Any] | None, Any]:
@@ -218,37 +202,20 @@ def read_atif(record: Record, notes: Notes) -> list[Record]:
             message["weight"] = 0
         messages.append(message)
         for result in objects(step, "observation.results"):
+            told = {"role": "user", "content": result.get("content")}
             name = result.get("source_call_id")
-            content = result.get("content")
-            messages.append(
-                {"role": "user", "content": content}
-                if name is None
-                else {"role": "tool", "content": content, "tool_call_id": name}
-            )
-    known = {"episode": record.get("session_id"), "model": look_up(record, "agent.model_name")}
-    known |= {
-        "id": first_path(record, "trajectory_id", "session_id"),
-        "tools": look_up(record, "agent.tool_definitions"),
-    }
-    rows: list[Record] = [{name: value for name, value in known.items() if value is not None} | facts(record)]
-    rows[0] = {**rows[0], "messages": messages}
+            messages.append(told if name is None else told | {"role": "tool", "tool_call_id": name})
+    known = picked(
+        record,
+        episode="session_id",
+        model="agent.model_name",
+        id=("trajectory_id", "session_id"),
+        tools="agent.tool_definitions",
+    )
+    rows: list[Record] = [known | facts(record) | {"messages": messages}]
     return rows + [row for one in objects(record, "subagent_trajectories") for row in read_atif(one, notes)]
 
 
 def read_messages(record: Record, notes: Notes) -> list[Record]:
     """The messages of one conversation, each a record: Cline's and Cursor's histories, Gemini's contents."""
     return [{"messages": record["records"]}]
-
-
-CLAUDE_CODE = Format(
-    "claude-code",
-    "type uuid sessionId | type leafUuid | type messageId snapshot | type sessionId operation | type sessionId aiTitle",
-    read_claude_code,
-    session=of_file,
-)
-CODEX = Format("codex", "type payload", read_codex, session=of_file)
-OPENHANDS = Format("openhands", "history instance_id", read_openhands)
-EVENTS = "source kind timestamp | source action timestamp | source observation timestamp"
-OPENHANDS_EVENTS = Format("openhands-events", EVENTS, read_openhands, session=of_file)
-ATIF = Format("atif", "schema_version steps agent", read_atif)
-MESSAGES = Format("messages", "role content | role parts", read_messages, session=of_file)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from treetrain.data.messages import IMAGE_PARTS
 from treetrain.data.records import (
     ROW_KEYS,
-    Format,
     Notes,
     Record,
     facts,
@@ -367,8 +366,3 @@ def is_steps(record: Record) -> bool:
     if isinstance(look_up(record, "triplets.0"), Mapping) or look_up(record, "trajectory.0.tokens") is not None:
         return True
     return found(record, PROMPT_IDS)[1] is not None and found(record, ANSWER_IDS)[1] is not None
-
-
-TOKENS = Format("tokens", "input_ids", lambda record, notes: [record], tokens=True)
-SERVER = Format("server", "the token ids of a server's response", read_server, is_server, tokens=True)
-STEPS = Format("steps", "the token ids of prompts and answers", read_steps, is_steps, tokens=True)

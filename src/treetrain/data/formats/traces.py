@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from treetrain.data.formats.conversations import call_rows, messages_in
-from treetrain.data.records import CALL, Format, Notes, Record, facts, first_path, look_up, objects, parsed
+from treetrain.data.records import CALL, Notes, Record, facts, first_path, look_up, objects, parsed, picked
 from treetrain.errors import DataError, quoted
 
 OTHER = "spans and runs that are no LLM call are not rows"
@@ -33,8 +33,8 @@ SPAN_KINDS = {
 SPAN_FACTS = {
     "episode": ("rollout_id", "trace_id", "traceId", "context.trace_id"),
     "model": ("gen_ai.request.model", "llm.model_name", "mlflow.llm.model", "llm.request.model"),
-    "reward": ("agentlightning.reward.0.value",),
 }
+REWARD = "agentlightning.reward.0.value"
 
 
 def reward_of(scores: Any, notes: Notes) -> float | None:
@@ -55,9 +55,8 @@ def reward_of(scores: Any, notes: Notes) -> float | None:
 
 def read_spans(record: Record, notes: Notes) -> list[Record]:
     """A span, an OTLP export, or a trace of MLflow."""
-    rows = []
-    spans = list(_spans(record))
-    rewards = [reward for span in spans if (reward := first_path(_attributes(span), *SPAN_FACTS["reward"])) is not None]
+    rows, spans = [], list(_spans(record))
+    rewards = [reward for span in spans if (reward := look_up(_attributes(span), REWARD)) is not None]
     for span in spans:
         attributes = _attributes(span)
         kinds = [(attributes[name], kind) for name, kind in SPAN_KINDS.items() if name in attributes]
@@ -66,14 +65,11 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
             notes.add(OTHER)
             continue
         prompt, answer, tools = (_nested(attributes, name) for name in found)
-        known = {name: first_path(attributes, *paths) for name, paths in SPAN_FACTS.items()}
-        known["episode"] = first_path(span, *SPAN_FACTS["episode"]) if known["episode"] is None else known["episode"]
-        scores = look_up(record, "info.assessments")
-        known["reward"] = rewards[-1] if rewards else reward_of(scores, notes)
-        system = _nested(attributes, "gen_ai.system_instructions")
-        known |= {"system": parsed(system), "tools": [_schema(tool) for tool in tools or []]}
+        system, scores = _nested(attributes, "gen_ai.system_instructions"), look_up(record, "info.assessments")
+        known = {"system": parsed(system), "tools": [_schema(tool) for tool in tools or []]}
+        known |= {"reward": rewards[-1] if rewards else reward_of(scores, notes)} | picked(span, **SPAN_FACTS)
         known = {name: value for name, value in known.items() if value not in (None, [])}
-        known |= facts(record, span) | {CALL: attributes}
+        known |= picked(attributes, **SPAN_FACTS) | facts(record, span) | {CALL: attributes}
         rows += call_rows(known, _messages(prompt), _messages(answer), notes)
     return rows
 
@@ -187,7 +183,7 @@ def is_spans(record: Record) -> bool:
     return any(name.startswith(starts) or name in ("llm", "openinference", "gen_ai") for name in names)
 
 
-def _rollout_of(place: str, record: Record) -> Any:
+def rollout_of(place: str, record: Record) -> Any:
     """Agent Lightning's spans: a span of its own has the reward of a rollout."""
     return ("rollout", record["rollout_id"], record.get("attempt_id")) if "rollout_id" in record else None
 
@@ -227,68 +223,31 @@ class Log:
                     notes.add(OTHER)
                 continue
             own = reward_of(first_path(entry, *self.rewards), notes) if entry is not record else None
-            known = {
-                "id": first_path(entry, *self.names),
-                "episode": first_path(entry, *self.episode),
-                "reward": reward if own is None else own,
-                "model": first_path(entry, *self.model),
-                "tools": first_path(entry, *self.tools),
-            }
-            if known["episode"] is None and entry is not record:
-                known["episode"] = record.get("id")
-            known = {name: value for name, value in known.items() if value is not None}
+            known = {} if entry is record else picked(record, episode="id")
+            known |= picked({"reward": reward if own is None else own}, reward="reward")
+            known |= picked(entry, id=self.names, episode=self.episode, model=self.model, tools=self.tools)
             prompt, answer = (first_path(entry, *paths) for paths in (self.prompt, self.answer))
             rows += call_rows(known | facts(entry) | {CALL: entry}, prompt, answer, notes)
         return rows
 
 
-API_CALL = r"completions?\.create|messages\.create|responses\.create|generate_content|litellm\.completion|\.converse"
-OPENTELEMETRY = "attributes of OpenTelemetry, OpenInference, OpenLLMetry or MLflow"
-SPANS = Format("spans", OPENTELEMETRY, read_spans, is_spans, session=_rollout_of)
-LANGSMITH = Format(
-    "langsmith",
-    "run_type",
-    Log(
-        kind="run_type",
-        calls="^llm$",
-        below="child_runs",
-        tools=("extra.invocation_params.tools", "inputs.tools"),
-        model=("extra.invocation_params.model", "extra.metadata.ls_model_name"),
-        rewards=("feedback_stats",),
-    ),
+AREAL = Log(
+    prompt=("messages", "request"),
+    answer=("output_message_list", "response"),
+    rewards=("reward",),
+    below="interactions",
+    names=("interaction_id",),
 )
-LANGFUSE = Format(
-    "langfuse",
-    "observations | type input output traceId | type input output trace_id",
-    Log(kind="type", calls="^GENERATION$", below="observations", episode=("traceId", "trace_id")),
-)
-BRAINTRUST = Format(
-    "braintrust",
-    "span_attributes",
-    Log(
-        kind="span_attributes.type",
-        calls="^llm$",
-        tools=("metadata.tools",),
-        model=("metadata.model",),
-        episode=("root_span_id",),
-    ),
-    session=lambda place, record: ("trace", record.get("root_span_id")),
-)
-WEAVE = Format("weave", "op_name inputs", Log(kind="op_name", calls=API_CALL, model=("inputs.model",)))
-OPIK = Format(
-    "opik",
-    "type trace_id input feedback_scores",
-    Log(kind="type", calls="^llm$", rewards=("feedback_scores",), tools=("metadata.tools",)),
-)
-AGENTS_SDK = Format(
-    "agents-sdk",
-    "span_data",
-    Log(
-        kind="span_data.type",
-        calls="^(generation|response)$",
-        prompt=("span_data.input",),
-        answer=("span_data.output", "span_data.response"),
-        tools=("span_data.response.tools", "span_data.model_config.tools"),
-        model=("span_data.model",),
-    ),
-)
+
+
+def read_areal(record: Record, notes: Notes) -> list[Record]:
+    """AReaL's interactions, by id or as a list, each one LLM call."""
+    return AREAL(record if "interactions" in record else {"interactions": list(record.values())}, notes)
+
+
+def is_areal(record: Record) -> bool:
+    """Whether a record is AReaL's interactions, by id or as a list."""
+    first = look_up(record, "interactions.0") or next(iter(record.values()), None)
+    return isinstance(first, Mapping) and (
+        "interaction_id" in first or {"request", "response", "reward"} <= first.keys()
+    )
