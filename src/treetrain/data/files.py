@@ -14,7 +14,7 @@ import re
 import stat
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -60,18 +60,17 @@ def read_records(path: str | os.PathLike[str], notes: Notes | None = None) -> Fo
     Raises:
         DataError: no such file, a pipe, a damaged file, a file without records, a file that decompresses without bound.
     """
-    path, notes, empty = _named(path), notes or Notes(), True
+    if not os.fspath(path):
+        raise DataError("the path is empty; give a file or a folder")
+    path, notes, empty = Path(path), notes or Notes(), True
     try:
         for file in _files_of(path, notes):
-            kind = _kind(file)
-            before = empty
-            empty = True
-            for found in _READERS[kind](file, kind, notes):
-                empty = False
+            kind, found = _kind(file), None
+            for found in _READERS.get(kind, _read_text)(file, kind, notes):
                 yield found
-            if empty and file != path:
+            empty = empty and found is None
+            if found is None and file != path:
                 notes.add("a file has no records", str(file))
-            empty = empty and before
     except FileNotFoundError as error:
         raise DataError(f"{error.filename or path}: there is no such file") from error
     except OSError as error:
@@ -83,25 +82,23 @@ def read_records(path: str | os.PathLike[str], notes: Notes | None = None) -> Fo
 # Which files
 
 
-def _named(path: str | os.PathLike[str]) -> Path:
-    if not os.fspath(path):
-        raise DataError("the path is empty; give a file or a folder")
-    return Path(path)
-
-
 def _files_of(path: Path, notes: Notes) -> list[Path]:
     """The files of a folder in order, or the file itself."""
     if not path.is_dir():
         return [path]
     left: list[Path] = []
     files = _in_folder(path, left)
-    named = ", ".join(str(one.relative_to(path)) for one in left[:3]) + (", ..." if len(left) > 3 else "")
+    named = _listed([str(one.relative_to(path)) for one in left])
     if not files:
         others = f"; it holds {named}" if left else ""
         raise DataError(f"{path}: the folder holds no file that ends in {', '.join(IN_FOLDERS)}{others}")
     if left:
         notes.add(f"{path}: {len(left)} files are not read, since they have other endings: {named}", None)
     return files
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _in_folder(path: Path, left: list[Path]) -> list[Path]:
@@ -154,7 +151,17 @@ def _kind(path: Path) -> str:
     with open(path, "rb") as file:
         start = file.read(8)
     found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
-    return found or (SUFFIXES | PICKLES).get(path.suffix.lower(), "text")
+    found = found or (SUFFIXES | PICKLES).get(path.suffix.lower(), "text")
+    if found == "pickle":
+        raise _pickle(path)
+    return found
+
+
+def _pickle(path: Path) -> DataError:
+    return DataError(
+        f"{path}: is a pickle, as torch.save and verl's DataProto.save_to_disk write them. Reading one can run any "
+        "code, so it is not read; docs/data.md shows how to write it as Parquet"
+    )
 
 
 # JSON
@@ -209,71 +216,46 @@ def _read_text(path: Path, kind: str, notes: Notes) -> Found:
             yield from _texts(io.BufferedReader(bounded, CHUNK), str(path))
 
 
-def _texts(stream: IO[bytes], name: str) -> Found:
-    """The records of JSONL, or of JSON values over several lines, which are read whole."""
-    number = 0
+def _texts(stream: io.BufferedReader, name: str) -> Found:
+    """The records of JSONL, or of JSON values over several lines, which are read whole.
+
+    It is JSONL if the first or second line that is not blank is an object, or if the text begins with no { or [.
+    """
+    number, lines = 0, _lines(stream)
     try:
-        head, number, one_per_line = _head(stream)
-        if not one_per_line:
-            head += stream.read(max(DOCUMENT_BYTES + 1 - len(head), 0))
-            if len(head) > DOCUMENT_BYTES:
+        # An array may be one line of any length.
+        array = stream.peek(CHUNK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+        head = [] if array else list(islice(lines, 2))
+        begins = b"".join(line.lstrip()[:1] for _, line in head[:1])
+        if array or begins == b"[" or (begins == b"{" and not any(_is_object(line) for _, line in head)):
+            text = b""
+            for number, line in head:
+                text += b"\n" * (number - 1 - text.count(b"\n")) + line
+            text += stream.read(max(DOCUMENT_BYTES + 1 - len(text), 0))
+            if len(text) > DOCUMENT_BYTES:
                 raise _TooMuch(f"JSON over several lines has more than {DOCUMENT_BYTES:,} bytes; write JSONL")
-            try:
-                yield from _documents(head, name, number + 1)
+            if (yield from _documents(text, name)):
                 return
-            except _NoDocument:
-                pass
-        blank = 0
-        for line in chain(io.BytesIO(head), iter(lambda: _line(stream), b"")):
-            blank = 0 if line.strip() else _one_more(blank)
-            number += 1
-            if not blank:
-                yield f"{name} line {number}", _record(line, "Every line must be one whole JSON object")
+            head = _lines(io.BytesIO(text))
+        for number, line in chain(head, lines):
+            yield f"{name} line {number}", _record(line, "Every line must be one whole JSON object")
     except _TooMuch as error:
         raise DataError(f"{name} line {number + 1}: {error}") from error
     except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
         raise DataError(f"{name}: breaks off after line {number} ({shortened(error)})") from error
 
 
-def _line(stream: IO[bytes], most: int | None = None) -> bytes:
-    """The next line; or its first `most` bytes, of a line that may have any length."""
-    line = stream.readline(most or LINE_BYTES + 1)
-    if len(line) > LINE_BYTES:
-        raise _TooMuch(f"the line has more than {LINE_BYTES:,} bytes; write one record per line")
-    return line
-
-
-def _one_more(blank: int) -> int:
-    if blank == BLANK_LINES:
-        raise _TooMuch(f"more than {BLANK_LINES:,} blank lines one after the other")
-    return blank + 1
-
-
-def _head(stream: IO[bytes]) -> tuple[bytes, int, bool]:
-    """Read on until it is known whether the stream is JSONL.
-
-    It is JSONL if the first or second line that is not blank is an object, or if the text begins with no { or [. A line
-    that begins with [ is not read to its end.
-
-    Returns:
-        The bytes read, blank lines before them, whether the stream is JSONL.
-    """
-    blank, piece = 0, _line(stream, CHUNK).removeprefix(BYTE_ORDER_MARK)
-    while piece and not piece.strip():
-        blank = _one_more(blank) if piece.endswith(b"\n") else blank
-        piece = _line(stream, CHUNK)
-    begins = piece.lstrip()[:1]
-    if begins == b"[":
-        return piece, blank, False
-    if not piece.endswith(b"\n"):
-        piece += _line(stream)
-    if begins != b"{" or _is_object(piece):
-        return piece, blank, True
-    for line in islice(iter(lambda: _line(stream), b""), 1000):
-        piece += line
+def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, and their numbers from 1."""
+    before = 0
+    for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
+        if len(line) > LINE_BYTES:
+            raise _TooMuch(f"the line has more than {LINE_BYTES:,} bytes; write one record per line")
         if line.strip():
-            return piece, blank, _is_object(line)
-    return piece, blank, False
+            before = number
+            yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        elif number > before + BLANK_LINES:
+            raise _TooMuch(f"more than {BLANK_LINES:,} blank lines one after the other")
 
 
 def _is_object(line: bytes) -> bool:
@@ -298,37 +280,28 @@ def _record(data: bytes, hint: str) -> Record | DataError:
         return DataError(f"broken JSON ({error}); the text begins {begins!r}. {hint}")
 
 
-class _NoDocument(Exception):
-    """The text does not begin with a JSON array or object."""
+_BLANK = re.compile(r"[ \t\r\n]*")
+_COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
+_END, _END_OF_ARRAY = re.compile(r"[ \t\r\n]*\Z"), re.compile(r"[ \t\r\n]*\][ \t\r\n]*\Z")
 
 
-def _documents(content: bytes, name: str, line: int) -> Found:
-    """The elements of a JSON array, or JSON objects one after the other, over any number of lines."""
-    number, at, start = 0, 0, 0
+def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataError], None, bool]:
+    """The elements of a JSON array, or JSON objects one after the other, over any number of lines.
+
+    Returns whether there were any; the first value may be broken, or the text not be UTF-8.
+    """
+    number = at = counted = 0
+    line, array = 1, content.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
     try:
         text = content.decode("utf-8-sig")
-
-        def skip(start: int) -> int:
-            """The place of the next character that is no white space."""
-            found = _BLANK.match(text, start)
-            return found.end() if found else start
-
-        start = skip(0)
-        array = text.startswith("[", start)
-        start = skip(start + array)
-        while start < len(text) or array:
-            if array and number:
-                if not text.startswith((",", "]"), start):
-                    raise ValueError("expected ',' or ']'")
-                start = skip(start + 1) if text[start] == "," else start
-            if array and text.startswith("]", start):
-                if skip(start + 1) < len(text):
-                    raise ValueError("more text after the end of the array")
-                return
-            value, end = _raw_decode(text, start)
-            line, at = line + text.count("\n", at, start), start
+        at = text.index("[") + 1 if array else 0
+        while not (_END_OF_ARRAY if array else _END).match(text, at):
+            between = (_COMMA if array and number else _BLANK).match(text, at)
+            if between is None:
+                raise ValueError("expected ',' or ']'")
+            line, counted = line + text.count("\n", counted, between.end()), between.end()
+            value, at = _raw_decode(text, counted)
             number += 1
-            start = skip(end)
             place = f"{name} line {line}" + (f" element {number}" if array else "")
             try:
                 yield place, _object(value, "Every element must be a JSON object")
@@ -336,11 +309,9 @@ def _documents(content: bytes, name: str, line: int) -> Found:
                 yield place, error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         if number == 0:
-            raise _NoDocument from error
+            return False
         raise DataError(f"{name}: broken JSON after line {line} ({shortened(error)})") from error
-
-
-_BLANK = re.compile(r"[ \t\r\n]*")
+    return True
 
 
 def _raw_decode(text: str, start: int) -> tuple[Any, int]:
@@ -382,13 +353,13 @@ def _members(path: Path, archive: zipfile.ZipFile, notes: Notes) -> list[zipfile
     files = [member for member in archive.infolist() if not member.is_dir()]
     names = {member.filename for member in files}
     if any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):  # written by torch.save
-        next(_read_pickle(path, "pickle", notes))
+        raise _pickle(path)
     texts = [member for member in files if member.filename.lower().endswith(TEXTS)]
     texts = [member for member in texts if not member.filename.startswith("__MACOSX/")]
     if "header.json" in names or any(name.startswith("_journal/") for name in names):
         return [member for member in texts if member.filename.startswith("samples/")]
     others = [member.filename for member in files if member not in texts]
-    named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    named = _listed(others)
     if not texts:
         raise DataError(f"{path}: no member ends in {', '.join(TEXTS)}; the archive holds {named or 'no file'}")
     if others:
@@ -407,8 +378,8 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
         with pa.OSFile(str(path)) as source:
             if kind == "parquet":
                 parquet = pq.ParquetFile(source)
-                _check_columns(parquet.schema_arrow.names)
-                batches: Iterable[Any] = parquet.iter_batches(batch_size=64)
+                _check_size(parquet.metadata, path.stat().st_size)
+                schema, batches = parquet.schema_arrow, parquet.iter_batches(batch_size=64)
             else:
                 try:
                     reader = pa.ipc.open_file(source)
@@ -416,17 +387,27 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
                 except pa.ArrowInvalid:
                     source.seek(0)
                     batches = reader = pa.ipc.open_stream(source)
-                _check_columns(reader.schema.names)
+                schema = reader.schema
+            _check_columns(schema.names)
             for batch in batches:
                 batch.validate(full=True)
-                columns = [(name, _readable(name, column)) for name, column in zip(batch.schema.names, batch.columns)]
+                columns = [(name, _readable(name, column)) for name, column in zip(schema.names, batch.columns)]
                 for begin in range(0, batch.num_rows, 64):
                     values = [_values(name, column.slice(begin, 64)) for name, column in columns]
                     for row in zip(*values):
                         number += 1
-                        yield f"{path} row {number}", without_nulls(dict(zip(batch.schema.names, row)))
+                        yield f"{path} row {number}", without_nulls(dict(zip(schema.names, row)))
     except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as {kind} after row {number} ({shortened(error)})") from error
+
+
+def _check_size(metadata: Any, size: int) -> None:
+    """Raise DataError for Parquet that decompresses without bound, which run lengths allow in a few bytes."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    values = sum(group.column(number).num_values for group in groups for number in range(group.num_columns))
+    given = max(4 * values, sum(group.total_byte_size for group in groups))
+    if given > max(BOMB_BYTES, BOMB_RATIO * size):
+        raise DataError(f"{size:,} bytes hold {values:,} values, which take more than {given:,} bytes; write JSONL")
 
 
 def _check_columns(names: list[str]) -> None:
@@ -471,18 +452,9 @@ def _values(name: str, column: Any) -> list[Any]:
         raise DataError(f"column {quoted(name)} of type {column.type} ({shortened(error)})") from error
 
 
-def _read_pickle(path: Path, kind: str, notes: Notes) -> Found:
-    raise DataError(
-        f"{path}: is a pickle, as torch.save and verl's DataProto.save_to_disk write them. Reading one can run any "
-        "code, so it is not read; docs/data.md shows how to write it as Parquet"
-    )
-    yield
-
-
 _READERS: dict[str, Callable[[Path, str, Notes], Found]] = {
-    "text": _read_text,
+    "zip": _read_zip,
     "parquet": _read_table,
     "arrow": _read_table,
-    "zip": _read_zip,
-    "pickle": _read_pickle,
-} | dict.fromkeys(_OPEN, _read_text)
+}
+"""Readers by kind; all other kinds are texts."""

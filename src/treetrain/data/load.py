@@ -6,11 +6,9 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from treetrain.data.chat import ChatReader, ChatRow
 from treetrain.data.files import read_records
@@ -45,7 +43,7 @@ OWN_FORMATS = "treetrain.formats"
 PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", "first_id", "last_id", "links"}
 """The keys of a page of an API that holds records under `data`."""
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
-TOGETHER = 1 << 20
+TOKENISED_TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
 
 
@@ -123,11 +121,13 @@ def load(
         tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
     )
     kind, why = detect_format(paths[0], format, map)
-    reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit, where or {}, count)
+    wants = getattr(collect, "wants", None)
+    reading = _Reading(
+        *(kind, settings, map or {}, on_error, where or {}, count, limit), vocab_size, max_positions, wants
+    )
     records = (found for path in paths for found in _records(path, reading.notes))
     if why:
         reading.notes.add(why, None)
-    reading.wants = getattr(collect, "wants", None)
     return reading.finished(collect(reading.rows(records)))
 
 
@@ -180,7 +180,7 @@ def from_messages(
     if first is None:
         raise DataError("no rows were given")
     kind, _ = _detect(*first, format, map)
-    reading = _Reading(kind, settings, map or {}, on_error, (None, None), None, where or {}, count)
+    reading = _Reading(kind, settings, map or {}, on_error, where or {}, count)
     return reading.finished(list(reading.rows(records())))
 
 
@@ -295,10 +295,20 @@ class _Reading:
     settings: ReadSettings
     map: Mapping[str, str]
     on_error: str
-    limits: tuple[int | None, int | None]
-    limit: int | None
     where: Mapping[str, str]
-    count: Count = "per trajectory"
+    count: Count
+    limit: int | None = None
+    vocab_size: int | None = None
+    max_positions: int | None = None
+    wants: Callable[[Hashable, Hashable], bool] | None = None
+    notes: Notes = dataclasses.field(default_factory=Notes)
+    skipped: list[str] = dataclasses.field(default_factory=list)
+    seen: set[int] = dataclasses.field(default_factory=set)
+    """Digests of the conversations so far."""
+    records: int = 0
+    made: int = 0
+    first: tuple[str, Record] = ("", {})
+    """The first record that could be read, and its place."""
 
     def __post_init__(self) -> None:
         checked_count(self.count)
@@ -310,11 +320,6 @@ class _Reading:
         ):
             if value not in known:
                 raise ValueError(f"{name} {value!r} is neither {known[0]!r} nor {known[1]!r}")
-        self.notes = Notes()
-        self.skipped: list[str] = []
-        self.repeats = _Repeats()
-        self.made = 0
-        self.wants: Callable[[Hashable, Hashable], bool] | None = None
 
     @cached_property
     def chat(self) -> ChatReader:
@@ -330,58 +335,42 @@ class _Reading:
 
     def rows(self, records: Records) -> Iterator[Trajectory]:
         """The trajectories of all records, in order."""
-        notes, count, more, place, first = self.notes, 0, False, "", {}
-        records = _sessions(records, self.kind.session) if self.kind.session else records
-
-        def limited() -> Records:
-            nonlocal count, more, place, first
-            for found in records:
-                if more := self.limit is not None and count >= self.limit:
-                    return
-                count += 1
-                if not first and not isinstance(found[1], DataError):
-                    place, first = found
-                yield found
-
-        yield from self._made(limited())
-        if more:
+        notes = self.notes
+        records = iter(_sessions(records, self.kind.session) if self.kind.session else records)
+        yield from self._made(islice(records, None if self.limit is None else max(self.limit, 0)))
+        if self.records == self.limit and next(records, None) is not None:
             notes.add(f"only the first {self.limit} records are read; there are more", None)
-        if count == 0:
+        if self.records == 0:
             raise DataError(f"no rows were read (limit {self.limit}); give a limit of at least 1 or none")
         if not self.made:
-            why = [note for note in notes.lines() if not note.startswith(("keys", "message keys"))]
-            why = "; ".join(f"skipped: {one}" for one in self.skipped[:1]) or "; ".join(why[-1:])
+            why = [note for note in notes.lines() if not note.startswith(("keys", "message keys"))][-1:]
+            why = shortened("; ".join([f"skipped: {one}" for one in self.skipped[:1]] or why))
+            place, first = self.first
             raise DataError(
-                f"{place}: no rows in {count} records, read as {self.kind.name} ({shortened(why)}); {_described(first)}"
+                f"{place}: no rows in {self.records} records, read as {self.kind.name} ({why}); {_described(first)}"
             )
         if self.skipped:
-            notes.add(f"{len(self.skipped)} of {count} records are skipped; the first: {self.skipped[0]}", None)
+            notes.add(f"{len(self.skipped)} of {self.records} records are skipped; the first: {self.skipped[0]}", None)
         given = (self.settings.view, self.settings.train, self.settings.chat_template, self.settings.tools)
         if self.kind.tokens and given != ("transcript", "all", None, None):
             notes.add("the rows are token ids already: view, train, chat template and tools have no effect", None)
 
     def _made(self, records: Records) -> Iterator[Trajectory]:
+        """The trajectories of records; texts of many are tokenised in one call."""
         pending: list[tuple[str, Sequence[Trajectory | ChatRow] | DataError]] = []
         size = 0
-        for place, record in records:
+        for self.records, (place, record) in enumerate(records, 1):
             self.notes.place = place
-            try:
-                if isinstance(record, DataError):
-                    raise record
-                rows = self._rows(record)
-            except (DataError, RecursionError) as error:
-                deep = isinstance(error, RecursionError)
-                pending.append((place, DataError("the record is nested too deeply to be read") if deep else error))
-            else:
-                pending.append((place, rows))
-                size += sum(map(len, rows))
-            if size > TOGETHER or isinstance(pending[-1][1], DataError):
+            found = record if isinstance(record, DataError) else self._rows(record)
+            pending.append((place, found))
+            size += 0 if isinstance(found, DataError) else sum(map(len, found))
+            if size > TOKENISED_TOGETHER or isinstance(found, DataError):
                 yield from self._tokenised(pending)
                 pending, size = [], 0
         yield from self._tokenised(pending)
 
     def _tokenised(self, pending: list[tuple[str, Sequence[Trajectory | ChatRow] | DataError]]) -> Iterator[Trajectory]:
-        """The trajectories of rows, tokenised in one call; errors are raised or listed in the order of the records."""
+        """The trajectories of rows; errors are raised or listed in the order of the records."""
         rows = (row for _, rows in pending if not isinstance(rows, DataError) for row in rows)
         if texts := [row for row in rows if isinstance(row, ChatRow)]:
             self.chat.renderer.encode_ahead(texts)
@@ -391,8 +380,7 @@ class _Reading:
                     raise found
                 made = [self.chat.renderer.tokenised(row) if isinstance(row, ChatRow) else row for row in found]
                 for trajectory in made:
-                    check_vocabulary(trajectory.ids, self.limits[0])
-                    check_positions(trajectory.id, len(trajectory), self.limits[1])
+                    self._check(trajectory)
             except DataError as error:
                 message = str(error) if place in str(error) else f"{place}: {error}"
                 if self.on_error == "stop":
@@ -401,29 +389,48 @@ class _Reading:
             else:
                 yield from made
 
-    def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
+    def _check(self, row: Trajectory) -> None:
+        """Raise DataError for a row that the model cannot read."""
+        if self.vocab_size is not None and len(row) and row.ids.max() >= self.vocab_size:
+            at = int(row.ids.argmax())
+            raise DataError(
+                f"ids[{at}] = {row.ids[at]} is outside the model's vocabulary of {self.vocab_size} tokens; "
+                "the rows were made for another model: pass that model, or its tokenizer"
+            )
+        if self.max_positions is not None and len(row) > self.max_positions:
+            raise DataError(
+                f"row {quoted(row.id)} has {len(row)} tokens, the model has {self.max_positions} positions; "
+                "rows are never cut or dropped for you: shorten it, take it out, or use a longer model"
+            )
+
+    def _rows(self, record: Record) -> list[Trajectory | ChatRow] | DataError:
+        """The rows of a record, or what is wrong with it."""
+        self.first = self.first if self.first[1] else (self.notes.place, record)
         made: list[Trajectory | ChatRow] = []
-        for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
-            if self.where and not self._is_wanted(row, record):
-                continue
-            row = {name: value for name, value in row.items() if name != CALL} if CALL in row else row
-            if self.wants is not None and not self.wants(first_of(row, *GROUP_KEYS), first_of(row, *EPISODE_KEYS)):
-                self.made += 1
-                continue
-            if self.kind.tokens or row.get("input_ids") is not None:
-                made.append(trajectory_from_token_row(row, self.notes))
-                continue
-            self.repeats.note(row, self.settings, self.notes)
-            made += self.chat.rows(row, self.notes)
+        try:
+            for row in map(self._with_image_key, self._converted(_mapped(record, self.map, self.notes))):
+                if self.where and not self._is_wanted(row, record):
+                    continue
+                row = {name: value for name, value in row.items() if name != CALL} if CALL in row else row
+                if self.wants is not None and not self.wants(first_of(row, *GROUP_KEYS), first_of(row, *EPISODE_KEYS)):
+                    self.made += 1
+                elif self.kind.tokens or row.get("input_ids") is not None:
+                    made.append(trajectory_from_token_row(row, self.notes))
+                else:
+                    self._note_repeats(row)
+                    made += self.chat.rows(row, self.notes)
+        except DataError as error:
+            return error
+        except RecursionError:
+            return DataError("the record is nested too deeply to be read")
         self.made += len(made)
         return made
 
     def _is_wanted(self, row: Record, record: Record) -> bool:
         """Whether a row has the values of `where`, by itself, in what its call has, or in its record."""
         for path, wanted in self.where.items():
-            value = next(
-                (value for one in (row, row.get(CALL), record) if (value := look_up(one, path)) is not None), None
-            )
+            found = (look_up(one, path) for one in (row, row.get(CALL), record))
+            value = next((value for value in found if value is not None), None)
             if str(value) != wanted:
                 self.notes.add(f"a row is left out: its `{path}` is {quoted(value)}, not {wanted!r}")
                 return False
@@ -443,7 +450,7 @@ class _Reading:
         rest = {name: value for name, value in row.items() if name not in IMAGE_KEYS}
         return rest | {"key": digest if row.get("key") is None else f"{row['key']} {digest}"}
 
-    def convert(self, record: Record) -> list[Record]:
+    def _converted(self, record: Record) -> list[Record]:
         """The rows of a record. A record can hold anything, so every error of a reader becomes a DataError."""
         said = self.notes.total
         # Rows of these formats are the record, whose keys are checked there.
@@ -465,45 +472,19 @@ class _Reading:
                 raise DataError(f"no `input_ids` or `messages` in the row {quoted(row)} of format {self.kind.name}")
         return rows
 
-
-class _Repeats:
-    """Finds conversations that extend earlier ones, whose shared answers would be trained twice."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def note(self, row: Record, settings: ReadSettings, notes: Notes) -> None:
-        """Add a remark if a conversation starts with a whole earlier one."""
+    def _note_repeats(self, row: Record) -> None:
+        """Add a remark if a conversation starts with a whole earlier one, whose answers would be trained twice."""
         messages = row.get("messages")
-        if not isinstance(messages, list) or "last" in (row.get("train"), settings.train):
+        if not isinstance(messages, list) or "last" in (row.get("train"), self.settings.train):
             return
         digest, answered, extends = hash(repr(row.get("system"))), False, False
-        for number, message in enumerate(messages):
+        for number, message in enumerate(messages, 1):
             digest = hash((digest, repr(message)))
             answered |= isinstance(message, Mapping) and message.get("role") == "assistant"
-            extends |= answered and number + 1 < len(messages) and digest in self.seen
+            extends |= answered and number < len(messages) and digest in self.seen
         self.seen.add(digest)
         if extends:
-            notes.add(
+            self.notes.add(
                 "a conversation extends an earlier one, so the answers of that one are trained in both; if every "
                 "record is one LLM call, train only the last answer (--train last)"
             )
-
-
-def check_vocabulary(ids: NDArray[np.int32], vocab_size: int | None) -> None:
-    """Raise DataError for token ids that the model does not have."""
-    if vocab_size is not None and ids.size and int(ids.max()) >= vocab_size:
-        at = int(ids.argmax())
-        raise DataError(
-            f"ids[{at}] = {ids[at]} is outside the model's vocabulary of {vocab_size} tokens; "
-            "the rows were made for another model: pass that model, or its tokenizer"
-        )
-
-
-def check_positions(name: object, length: int, max_positions: int | None) -> None:
-    """Raise DataError for a row with more tokens than the model has positions."""
-    if max_positions is not None and length > max_positions:
-        raise DataError(
-            f"row {quoted(name)} has {length} tokens, the model has {max_positions} positions; "
-            "rows are never cut or dropped for you: shorten it, take it out, or use a longer model"
-        )
