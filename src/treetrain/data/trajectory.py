@@ -226,12 +226,20 @@ def first_bool(values: Sequence[Any], numbers: NDArray[Any]) -> int | None:
     return next((at for at in np.flatnonzero(numbers < 2).tolist() if isinstance(values[at], bool | np.bool_)), None)
 
 
-def _experts(experts: ArrayLike, length: int) -> Int16[np.ndarray, "L layers k"]:
+def expert_array(experts: ArrayLike) -> Shaped[np.ndarray, "L layers k"]:
+    """Recorded experts as an array. Raises DataError for anything else than three dimensions."""
     try:
         array = np.asarray(experts)
     except ValueError as error:
         raise DataError(f"experts are no [L, layers, k] block of numbers ({shortened(error)})") from error
-    if array.ndim != 3 or len(array) != length:
+    if array.ndim != 3:
+        raise DataError(f"experts have shape {array.shape}, expected [L, layers, k]")
+    return array
+
+
+def _experts(experts: ArrayLike, length: int) -> Int16[np.ndarray, "L layers k"]:
+    array = expert_array(experts)
+    if len(array) != length:
         hint = "; give -1 for a token whose experts were not recorded" if len(array) == length - 1 else ""
         raise DataError(f"experts have shape {array.shape}, expected [{length}, layers, k]{hint}")
     if array.size and array.dtype.kind not in "iu":

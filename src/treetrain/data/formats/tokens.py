@@ -15,13 +15,14 @@ from treetrain.data.records import (
     facts,
     field,
     first_of,
+    first_path,
     look_up,
     objects,
     parsed,
     row_facts,
 )
-from treetrain.data.trajectory import Trajectory, checked_ids, per_token
-from treetrain.errors import DataError, quoted, shortened
+from treetrain.data.trajectory import Trajectory, checked_ids, expert_array, per_token
+from treetrain.errors import DataError, quoted
 
 IGNORED_LABEL = -100  # the Hugging Face and PyTorch mark for "not trained"
 # field of Trajectory -> its names in files; a row with two of them is an error
@@ -41,23 +42,10 @@ TOKEN_KEYS = frozenset(("input_ids", "attention_mask", *ROW_KEYS, *WEIGHT_KEYS, 
 )
 # Names of the same thing in different tools, the first that is there counts.
 PROMPT_IDS = ("prompt_ids", "prompt_token_ids", "input_tokens", "prompt.token_ids")
-ANSWER_IDS = (
-    "output_ids",
-    "response_ids",
-    "completion_ids",
-    "response_token_ids",
-    "output_tokens",
-    "response.token_ids",
-)
-LOGPROBS = (
-    "logprobs",
-    "output_logprobs",
-    "completion_logprobs",
-    "rollout_logprobs",
-    "response_logprobs",
-    "response_log_probs",
-    "response.log_probs",
-)
+ANSWER_IDS = ("output_ids", "response_ids", "completion_ids", "response_token_ids", "output_tokens")
+ANSWER_IDS += ("response.token_ids",)
+LOGPROBS = ("logprobs", "output_logprobs", "completion_logprobs", "rollout_logprobs", "response_logprobs")
+LOGPROBS += ("response_log_probs", "response.log_probs")
 ANSWER_MASK = ("loss_mask", "completion_mask", "response_mask", "loss_masks")
 EPISODE = ("trajectory_id", "rollout_id", "episode_id", "episode")
 GROUP = ("group_id", "group", "task_id", "instance_id", "example_id", "data_id", "uid")
@@ -176,13 +164,10 @@ def _experts(value: Any, length: int, keep: slice) -> NDArray[Any] | None:
     """Recorded experts [L, layers, k]; the last token may be missing, since samplers do not run it."""
     if value is None:
         return None
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise DataError(f"experts are no [L, layers, k] block of numbers ({shortened(error)})") from error
-    if array.ndim == 3 and len(array) == length - 1 and len(array):
+    array = expert_array(value)
+    if len(array) == length - 1 and len(array):
         array = np.concatenate([array, np.full_like(array[:1], -1)])
-    if array.ndim != 3 or len(array) != length:
+    if len(array) != length:
         raise DataError(f"experts have shape {array.shape}, expected [{length}, layers, k] for {length} input_ids")
     return array[keep]
 
@@ -198,12 +183,6 @@ def _zeros_and_ones(value: Any, name: str, length: int, cure: str) -> NDArray[np
 # Prompts and answers
 
 
-def found(record: Record, names: tuple[str, ...]) -> tuple[str, Any]:
-    """The first of these paths that is there, and its value; the first name and None if none is."""
-    there = ((name, look_up(record, name)) for name in names)
-    return next(((name, value) for name, value in there if value is not None), (names[0], None))
-
-
 def sampled_row(record: Record, prompt: Any, answer: Any, logprobs: Any, mask: Any = None) -> dict[str, Any]:
     """A token row of a prompt and a sampled answer, which alone is trained; `logprobs` and `mask` are of the answer.
 
@@ -216,13 +195,8 @@ def sampled_row(record: Record, prompt: Any, answer: Any, logprobs: Any, mask: A
             raise DataError(f"the {name} are {'missing' if value is None else quoted(value)}, expected a list")
         if name in ("logprobs", "mask") and value is not None and len(value) != len(answer):
             raise DataError(f"there are {len(value)} {name} for {len(answer)} answer ids; give one for each")
-    row = {
-        "input_ids": prompt + answer,
-        "loss_mask": [0] * len(prompt) + (mask or [1] * len(answer)),
-    }
-    if given["logprobs"] is not None:
-        row["rollout_logprobs"] = [0.0] * len(prompt) + logprobs
-    return facts(record) | row
+    row = {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + (mask or [1] * len(answer))}
+    return facts(record) | row | ({"rollout_logprobs": [0.0] * len(prompt) + logprobs} if logprobs else {})
 
 
 # Responses of servers
@@ -230,35 +204,33 @@ def sampled_row(record: Record, prompt: Any, answer: Any, logprobs: Any, mask: A
 
 def read_server(record: Record, notes: Notes) -> list[Record]:
     """A response of vLLM (`return_token_ids`) or SGLang, with or without its request; every choice is a row."""
-    response = parsed(look_up(record, "response.body") or record.get("response") or record)
-    request = look_up(record, "request.body") or record.get("request") or record
-    rows, found_images = [], _images(look_up(request, "messages"))
-    images = {"images": found_images} if found_images else {}
+    response, request = _response(record), look_up(record, "request.body") or record.get("request") or record
+    images = _images(look_up(request, "messages"))
+    asked = [ids for name in ("input_ids", "prompt") if isinstance(ids := look_up(request, name), list)]
+    rows = []
     for place in objects(response, "choices") or [response]:
-        _, prompt = found(place, PROMPT_IDS)
-        prompt = found(response, PROMPT_IDS)[1] if prompt is None else prompt
-        if prompt is None:
-            asked = (look_up(request, name) for name in ("input_ids", "prompt"))
-            prompt = next((ids for ids in asked if isinstance(ids, list)), None)
+        known = [first_path(one, *PROMPT_IDS) for one in (place, response)]
+        prompt = next((ids for ids in [*known, *asked] if ids is not None), None)
         pairs = look_up(place, "meta_info.output_token_logprobs")
         if pairs is not None:  # SGLang: [log-probability, id, text]
             pairs = field(place, "meta_info.output_token_logprobs", list)
             answer, logprobs = ([look_up({"pair": pair}, f"pair.{at}") for pair in pairs] for at in (1, 0))
         else:
             answer, logprobs = _choice_tokens(place)
-        rows.append(facts(record, response) | sampled_row(record, prompt, answer, logprobs) | images)
+        row = facts(record, response) | sampled_row(record, prompt, answer, logprobs)
+        rows.append(row | ({"images": images} if images else {}))
     return rows
+
+
+def _response(record: Record) -> Any:
+    return parsed(look_up(record, "response.body") or record.get("response") or record)
 
 
 def _images(messages: Any) -> list[Any]:
     """The image parts of messages in OpenAI's form."""
-    contents = [
-        message.get("content")
-        for message in (messages if isinstance(messages, list) else [])
-        if isinstance(message, Mapping)
-    ]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    return [part for part in parts if part.get("type") in IMAGE_PARTS]
+    contents = [look_up(message, "content") for message in (messages if isinstance(messages, list) else [])]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if look_up(part, "type") in IMAGE_PARTS]
 
 
 def _choice_tokens(choice: Record) -> tuple[Any, Any]:
@@ -269,7 +241,7 @@ def _choice_tokens(choice: Record) -> tuple[Any, Any]:
         tokens, logprobs = [one.get("token") for one in content], [one.get("logprob") for one in content]
     else:
         tokens, logprobs = (look_up(choice, f"logprobs.{name}") for name in ("tokens", "token_logprobs"))
-    ids = found(choice, ("token_ids", *ANSWER_IDS))[1]
+    ids = first_path(choice, "token_ids", *ANSWER_IDS)
     if ids is None and tokens:
         ids = [str(token).removeprefix(TOKEN_ID) for token in field({"tokens": tokens}, "tokens", list)]
         if not all(one.isdecimal() for one in ids):
@@ -280,13 +252,12 @@ def _choice_tokens(choice: Record) -> tuple[Any, Any]:
 
 def is_server(record: Record) -> bool:
     """Whether a response has the ids of its tokens."""
-    response = parsed(look_up(record, "response.body") or record.get("response") or record)
-    choice = look_up(response, "choices.0")
-    if choice is None:
+    response = _response(record)
+    if (choice := look_up(response, "choices.0")) is None:
         return look_up(response, "meta_info.output_token_logprobs") is not None
-    ids = found(choice, ("token_ids", "meta_info.output_token_logprobs"))[1]
-    first = look_up(choice, "logprobs.content.0.token") or look_up(choice, "logprobs.tokens.0")
-    return ids is not None or str(first).startswith(TOKEN_ID)
+    first = first_path(choice, "logprobs.content.0.token", "logprobs.tokens.0")
+    known = first_path(choice, "token_ids", "meta_info.output_token_logprobs")
+    return known is not None or str(first).startswith(TOKEN_ID)
 
 
 # Steps of agents
@@ -297,31 +268,26 @@ def read_steps(record: Record, notes: Notes) -> list[Record]:
     for path in ("triplets", "trajectory"):  # Agent Lightning's rollouts, verifiers' states
         if look_up(record, path) is not None:
             return _rollout(record, objects(record, path), notes.place)
-    name, prompts = found(record, PROMPT_IDS)
-    if isinstance(prompts, list) and prompts and isinstance(prompts[0], list):
-        return _batch(record, name, len(prompts))
-    return [_step(record)]
+    prompts = first_path(record, *PROMPT_IDS)
+    return _batch(record, len(prompts)) if isinstance(look_up(prompts, "0"), list) else [_step(record)]
 
 
 def _step(record: Record) -> dict[str, Any]:
-    values = [found(record, names)[1] for names in (PROMPT_IDS, ANSWER_IDS, LOGPROBS, ANSWER_MASK)]
-    row = sampled_row(record, *values)
-    reward = next((record[name] for name in ("reward", "rewards", "score") if record.get(name) is not None), None)
+    row = sampled_row(record, *(first_path(record, *one) for one in (PROMPT_IDS, ANSWER_IDS, LOGPROBS, ANSWER_MASK)))
+    reward = first_of(record, "reward", "rewards", "score")
     if isinstance(reward, list):  # SkyRL's rewards per token
         if not all(isinstance(one, int | float) for one in reward):
             raise DataError(f"the reward is {quoted(reward)}, expected a number or one for each token")
         reward = math.fsum(reward)
-    trajectory = found(record, EPISODE)[1]
-    group = found(record, GROUP)[1]
+    trajectory, group = first_path(record, *EPISODE), first_path(record, *GROUP)
     if isinstance(trajectory, Mapping):  # SkyRL's `TrajectoryID`
         group = trajectory.get("instance_id") if group is None else group
         trajectory = f"{trajectory.get('instance_id')}_{trajectory.get('repetition_id')}"
     if not isinstance(trajectory, str | int | None):
         raise DataError(f"the trajectory id is {quoted(trajectory)}, expected text or a number")
-    known = {"reward": reward, "group": group, "episode": trajectory, "advantage": record.get("advantage")}
-    experts = record.get("routed_experts", record.get("rollout_expert_indices"))
-    known["experts"] = experts if isinstance(experts, list) else None
-    known |= {name: record.get(name) for name in ("images", "multi_modal_data")}
+    experts = first_of(record, "routed_experts", "rollout_expert_indices")
+    known = {"reward": reward, "group": group, "episode": trajectory, "experts": experts}
+    known |= {name: record.get(name) for name in ("advantage", "images", "multi_modal_data")}
     return row | {name: value for name, value in known.items() if value is not None}
 
 
@@ -333,24 +299,19 @@ def _rollout(record: Record, steps: list[dict[str, Any]], place: str) -> list[Re
         tokens = step.get("tokens")
         if tokens is None and "triplets" not in record:
             raise DataError(f"`trajectory.{number}.tokens` is missing; the rollout was logged without token ids")
-        row = _step(
-            {
-                **step,
-                **((tokens and field(step, "tokens", dict)) or {}),
-                "reward": step.get("reward") if reward is None else reward,
-            }
-        )
-        episode = found(record, EPISODE)[1] or row.get("episode") or place
-        rows.append(row | {"episode": episode, "group": found(record, GROUP)[1], "id": f"{episode}/{number}"})
+        own = field(step, "tokens", dict) if tokens else {}
+        row = _step(step | own | {"reward": step.get("reward") if reward is None else reward})
+        episode = first_path(record, *EPISODE) or row.get("episode") or place
+        rows.append(row | {"episode": episode, "group": first_path(record, *GROUP), "id": f"{episode}/{number}"})
     return rows
 
 
-def _batch(record: Record, name: str, rows: int) -> list[Record]:
+def _batch(record: Record, rows: int) -> list[Record]:
     """SkyRL's `GeneratorOutput`: every key holds a list with one entry per call."""
     columns = {key: value for key, value in record.items() if isinstance(value, list)}
     for key, value in columns.items():
         if len(value) != rows:
-            raise DataError(f"`{key}` has {len(value)} entries, `{name}` has {rows}; give one for each call")
+            raise DataError(f"`{key}` has {len(value)} entries for {rows} prompts; give one for each call")
     calls = [
         {key.replace("trajectory_ids", "trajectory_id"): value[row] for key, value in columns.items()}
         for row in range(rows)
@@ -365,4 +326,4 @@ def is_steps(record: Record) -> bool:
     """Whether a record has the ids of a prompt and of its answer apart, or calls that do."""
     if isinstance(look_up(record, "triplets.0"), Mapping) or look_up(record, "trajectory.0.tokens") is not None:
         return True
-    return found(record, PROMPT_IDS)[1] is not None and found(record, ANSWER_IDS)[1] is not None
+    return first_path(record, *PROMPT_IDS) is not None and first_path(record, *ANSWER_IDS) is not None
