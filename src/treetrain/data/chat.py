@@ -32,9 +32,9 @@ CHATML_END = "<|im_end|>"
 ENDED = ("stop", "end_turn", "eos")
 """Finish reasons of texts that the model ended itself."""
 CACHED_CHARACTERS = 1 << 24
+"""Characters of text pieces whose tokens are cached; about 100 MB at most."""
 RENDER_SECONDS = 10
 """A chat template that takes longer for one conversation is refused; it may loop without end."""
-"""Characters of text pieces whose tokens are cached; about 100 MB at most."""
 THINK = re.compile("<think>(.*?)</think>", re.DOTALL)
 EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")
 """What templates write in place of thinking that a message does not have."""
@@ -109,7 +109,10 @@ class ChatReader:
                 "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them)"
             )
         for message in messages:
-            renderer.note_unused_keys(message, notes)
+            # The template may read other keys, too.
+            notes.unused_keys(
+                {name: 1 for name in message if name not in renderer.source}, MESSAGE_KEYS, "message keys"
+            )
         if not any(message["role"] == "assistant" for message in messages):
             notes.add("no assistant message, so nothing to train")
         if record.get("id") is None and facts["group"] is not None and record.get("trial") is not None:
@@ -168,21 +171,18 @@ def _transcript(
     text = renderer.render(messages, tools)
     _note_dropped(messages, text, notes)
     spans = assistant_spans(renderer, messages, tools, text)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    for turn in turns:
-        _note_thinking(messages[turn], text, f"message {turn}", notes)
-        if "reward" in messages[turn]:
+    turns = _turns(messages)
+    answers = [messages[turn] for turn in turns]
+    some = any("advantage" in message for message in answers)
+    for turn, message in zip(turns, answers):
+        _note_thinking(message, text, f"message {turn}", notes)
+        if "reward" in message:
             raise DataError(
                 f"message {turn} has a reward, but a transcript is one row with one reward; read every call as a row "
                 "(--view calls), or give `advantage`"
             )
-    answers = [messages[turn] for turn in turns]
-    if any("advantage" in message for message in answers):
-        for turn, message in zip(turns, answers):
-            if "advantage" not in message and message.get("weight", 1.0):
-                raise DataError(
-                    f"message {turn} has no `advantage` and other assistant messages have one; give all one"
-                )
+        if some and "advantage" not in message and message.get("weight", 1.0):
+            raise DataError(f"message {turn} has no `advantage` and other assistant messages have one; give all one")
     return renderer.row(text, _sampled(renderer, text, spans, answers, notes), answers, facts)
 
 
@@ -205,14 +205,12 @@ def _calls(
     renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Any], only_last: bool
 ) -> list[ChatRow]:
     calls: list[ChatRow] = []
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    turns, last = _turns(messages), 0
     episode = notes.place if facts["episode"] is None else facts["episode"]
-    texts = ("", "")
-    chosen = list(enumerate(turns[-1:] if only_last else turns))
-    if not only_last and (context := [turn for _, turn in chosen if messages[turn].get("weight") == 0]):
-        notes.add("an assistant message that is not trained is no call", f"message {context[0]}")
-        chosen = [(number, turn) for number, turn in chosen if turn not in context]
-    for number, turn in chosen:
+    for number, turn in enumerate(turns[-1:] if only_last else turns):
+        if messages[turn].get("weight") == 0 and not only_last:
+            notes.add("an assistant message that is not trained is no call", f"message {turn}")
+            continue
         answer = messages[turn]
         texts = _call_texts(renderer, messages[: turn + 1], tools, notes)
         _note_thinking(answer, texts[1], f"message {turn}", notes)
@@ -222,11 +220,17 @@ def _calls(
         whole = "".join(texts)
         spans = _sampled(renderer, whole, [(len(texts[0]), len(whole))], [answer], notes)
         calls.append(ChatRow(texts=texts, spans=spans, messages=[answer], facts=facts | own))
-    if chosen:
-        _note_dropped(messages[: chosen[-1][1] + 1], "".join(texts), notes)
+        last = turn
+    if calls:
+        _note_dropped(messages[: last + 1], "".join(calls[-1].texts), notes)
         if turns[-1] + 1 < len(messages):
             notes.add("messages after the last assistant message are in no call")
     return calls
+
+
+def _turns(messages: Sequence[Message]) -> list[int]:
+    """The places of the assistant's messages."""
+    return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _call_texts(renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes) -> tuple[str, str]:
@@ -268,8 +272,7 @@ def assistant_spans(renderer: "Renderer", messages: Sequence[Message], tools: To
     Raises:
         DataError: the template drops an assistant message, or mixes it with its neighbours.
     """
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = None
+    turns, spans = _turns(messages), None
     if not any(renderer.has_marker(messages[turn]["content"]) for turn in turns):
         spans = _spans_by_placeholders(renderer, messages, tools, text, turns)
     if spans is None:
@@ -317,15 +320,13 @@ def _spans_by_placeholders(
         return None
     if not (text.startswith(between[0]) and text.endswith(between[-1])):
         return None
-    edges, start = [len(between[0])], len(between[0])
+    spans, start = [], len(between[0])
     for piece in between[1:-1]:
-        found = text.find(piece, start)
-        if found < 0:
+        if (found := text.find(piece, start)) < 0:
             return None
+        spans.append((start, found))
         start = found + len(piece)
-        edges += [found, start]
-    edges.append(len(text) - len(between[-1]))
-    spans = list(zip(edges[::2], edges[1::2])) if turns else []
+    spans += [(start, len(text) - len(between[-1]))] if turns else []
     return spans if all(start <= end for start, end in spans) else None
 
 
@@ -416,11 +417,11 @@ class Renderer:
         self.tokenizer: Any = tokenizer
         self.is_fast = bool(getattr(tokenizer, "is_fast", False))
         self.template = chat_template_text(chat_template)
-        self._source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
+        self.source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
         self._renders_tools = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        if CHATML_END in self._source:
+        if CHATML_END in self.source:
             markers.add(CHATML_END)  # ends a turn even if the vocabulary has no single token for it
         self._endings = tuple(markers - {""})
         self._marker = re.compile(_alternatives(markers) or "(?!)")
@@ -433,7 +434,7 @@ class Renderer:
 
     def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
         """Render messages; `prompt` adds the generation prompt. Raises DataError where the template raises."""
-        if not self._source:
+        if not self.source:
             raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
         try:
             return within(
@@ -467,12 +468,6 @@ class Renderer:
                 "the tools out (--tools none)"
             )
         self._renders_tools = True
-
-    def note_unused_keys(self, message: Message, notes: Notes) -> None:
-        """Remark on a message's keys that neither we nor the template reads."""
-        for name in message:
-            if name not in MESSAGE_KEYS and name not in self._source:
-                notes.unused_keys({name: True}, (), "message keys")
 
     def _find_header(self) -> str:
         question: list[Message] = [{"role": "user", "content": "a"}]

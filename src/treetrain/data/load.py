@@ -31,7 +31,6 @@ from treetrain.data.records import (
     first_of,
     key_paths,
     look_up,
-    messages_path,
 )
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect, nearest, quoted, shortened
@@ -248,7 +247,7 @@ def _described(record: Record) -> str:
     keys = list(dict.fromkeys(key_paths(record)))
     parts = {part for path in keys for part in path.split(".")}
     near = [kind.name for kind in FORMATS if kind.comes_near(parts)]
-    path = messages_path(record) or "..."
+    path = next((key.removesuffix(".0.role") for key in keys if key.endswith(".0.role")), "...")
     names = f" (--format; near: {', '.join(near)})" if near else " (--format, see docs/data.md)"
     return (
         f"the record has {shortened(', '.join(keys) or 'no keys', 150)}; name the format{names}, or the path of what "

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treetrain.data.records import Notes, Record, Tools, first_of, first_path, look_up, parse_json, parsed
+from treetrain.data.records import Notes, Record, Tools, first_of, first_path, look_up, parse_json, parsed, picked
 from treetrain.errors import DataError, quoted
 
 Message = dict[str, Any]
@@ -25,9 +25,8 @@ TRAIN_KEYS = ("train", "trainable")
 FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "status")
 CUT = ("length", "max_tokens", "max_output_tokens", "incomplete")
 """Finish reasons of answers that were cut off, in the words of several APIs."""
-MESSAGE_KEYS = frozenset(
-    ("role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", "cut")
-).union(REASONING_KEYS)
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", "cut"}
+MESSAGE_KEYS |= set(REASONING_KEYS)
 """Keys that are used whatever the template."""
 IGNORED_KEYS = (*FINISH_KEYS, "content", "parts", "tool_calls", "function_call", "refusal", "audio", "annotations")
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
@@ -97,9 +96,8 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
             yield result if name is None else result | {"tool_call_id": name}
         elif kind in CALL_PARTS:
             arguments = first_of(part, "input", "arguments", "args")
-            calls.append(
-                {"id": first_of(part, "call_id", "toolUseId", "id"), "name": part.get("name"), "arguments": arguments}
-            )
+            name = first_of(part, "call_id", "toolUseId", "id")
+            calls.append({"id": name, "name": part.get("name"), "arguments": arguments})
         elif kind == "redacted_thinking":
             notes.add("redacted thinking is not in the log, so it is not in the row", where)
         else:
@@ -110,7 +108,9 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
         cleaned["reasoning_content"] = reasoning
     if not isinstance(cleaned.get("reasoning_content", ""), str):
         raise DataError(f"{where} has the reasoning {quoted(cleaned['reasoning_content'])}, expected text")
-    given = _given_calls(message, where)
+    given = message.get("tool_calls") or [{"function": one} for one in [message.get("function_call")] if one]
+    if not isinstance(given, list):
+        raise DataError(f"{where}: `tool_calls` is {quoted(given)}, expected a list")
     names = [look_up(call, "id") for call in given]  # LangChain lists Anthropic's calls in both places
     if calls := [*given, *(call for call in calls if call["id"] is None or call["id"] not in names)]:
         cleaned["tool_calls"] = [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls)]
@@ -134,19 +134,15 @@ def unwrapped(message: Record) -> dict[str, Any]:
     content = first_of(message, "kwargs", "data")
     content = content if isinstance(content, Mapping) and "role" not in message else message
     kind = content.get("type") or message.get("type")
-    if (
-        isinstance(message.get("id"), list) and message["id"] and kind in (None, "constructor")
-    ):  # serialised: the path of its class
-        kind = message["id"][-1]
+    if kind in (None, "constructor") and isinstance(message.get("id"), list):  # serialised: the path of its class
+        kind = look_up(message["id"], str(len(message["id"]) - 1))
     if "role" in content or not isinstance(kind, str) or kind not in LANGCHAIN_ROLES or "content" not in content:
         return dict(content if content.get("role") else message)
-    extra, about = (look_up(content, name) for name in ("additional_kwargs", "response_metadata"))
-    extra, about = (one if isinstance(one, Mapping) else {} for one in (extra, about))
     made = {name: content[name] for name in ("content", "tool_call_id", "name") if content.get(name) is not None}
-    made |= {"role": LANGCHAIN_ROLES[kind], "finish_reason": first_of(about, *FINISH_KEYS)}
-    made["tool_calls"] = content.get("tool_calls") or extra.get("tool_calls")
-    made["reasoning_content"] = extra.get("reasoning_content")
-    return {name: value for name, value in made.items() if value is not None}
+    calls = content.get("tool_calls") or look_up(content, "additional_kwargs.tool_calls")
+    made |= {"role": LANGCHAIN_ROLES[kind]} | ({"tool_calls": calls} if calls else {})
+    finish = tuple(f"response_metadata.{name}" for name in FINISH_KEYS)
+    return made | picked(content, finish_reason=finish, reasoning_content="additional_kwargs.reasoning_content")
 
 
 def _typed(part: Any) -> Any:
@@ -171,10 +167,9 @@ def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:
         return IMAGE_TEXT
     text = None
     if kind in (*TEXT_PARTS, *REASONING_PARTS):
-        text = first_of(part, "text", "content", "thinking", "reasoning", "refusal")
-        text = text if text is not None else part.get("summary")
+        text = first_of(part, "text", "content", "thinking", "reasoning", "refusal", "summary")
         if isinstance(text, list):  # the summary of the responses API
-            text = "\n".join(_part(one, look, here, images) for one in text for look in [_kind_of(one)])
+            text = "\n".join(_part(one, _kind_of(one), here, images) for one in text)
     if not isinstance(text, str):
         hint = "; --images key keeps rows with images apart, to inspect them" if is_image else ""
         raise DataError(f"{here} is of type {quoted(kind)}; only text parts can be trained on{hint}")
@@ -200,15 +195,6 @@ def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:
         return False
-
-
-def _given_calls(message: Record, where: str) -> list[Any]:
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise DataError(f"{where}: `tool_calls` is {quoted(calls)}, expected a list")
-    if not calls and message.get("function_call"):
-        return [{"type": "function", "function": message["function_call"]}]
-    return calls
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -268,12 +254,8 @@ def _clean_tool(tool: Record) -> dict[str, Any]:
 def read_tools(path: str | Path) -> Tools:
     """Read tool schemas from a JSON file that holds a list."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return clean_tools(Path(path).read_text(encoding="utf-8") or " ")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the tools file cannot be read ({error})") from error
-    if not text.strip():
-        raise DataError(f"{path}: the tools file is empty; expected a JSON list of tool schemas")
-    try:
-        return clean_tools(text)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

@@ -62,8 +62,8 @@ class Notes:
         lines = []
         for text, count in self._count.items():
             first = self._short(text)
-            where = "" if not first else f" ({first})" if count == 1 else f" ({count} times, first: {first})"
-            lines.append(text + where)
+            times = "" if count == 1 else f"{count} times, first: "
+            lines.append(f"{text} ({times}{first})" if first else text)
         for of, names in self._unused.items():
             listed = ", ".join(f"{quoted(name)} ({count})" for name, count in islice(names.items(), 20))
             more = f" and {len(names) - 20} more" if len(names) > 20 else ""
@@ -205,14 +205,6 @@ def key_paths(value: Any, above: str = "") -> Iterator[str]:
             yield from key_paths(entry, f"{above}{name}.")
     else:
         yield above[:-1]
-
-
-def messages_path(value: Any, above: str = "") -> str | None:
-    """The path of the first list of messages in a record; None if there is none."""
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "role" in one for one in value):
-        return above[:-1]
-    below = value.items() if isinstance(value, Mapping) and above.count(".") < 8 else ()
-    return next((found for name, one in below if (found := messages_path(one, f"{above}{name}."))), None)
 
 
 @overload
