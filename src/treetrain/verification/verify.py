@@ -142,8 +142,12 @@ def verify(
 
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
     result, gradients = plain.gradients_of(lambda: engine.forward_backward(tree, loss, normaliser), size)
-    with tensor_parallel_mode(model, engine.tensor):
-        loss_linear, linear = plain.gradients_of(lambda: plain.accumulate_gradients(rows, loss, normaliser), size)
+
+    def run_linear() -> float:
+        with tensor_parallel_mode(model, engine.tensor):  # within `gradients_of`, which sets the hooks before it aside
+            return plain.accumulate_gradients(rows, loss, normaliser)
+
+    loss_linear, linear = plain.gradients_of(run_linear, size)
     reference, linear_error, limit = linear, None, TOLERANCE.get(dtype, 0.0)
     if not exact:
         wide = plain.in_float32()
