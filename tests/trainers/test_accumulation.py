@@ -1,5 +1,6 @@
 """The micro-batches of an optimizer step are scored together, each gets its own rows, and the backward comes once."""
 
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from treetrain.engine.deferred import Deferral
 from treetrain.trainers.batches import model_inputs
-from treetrain.trainers.share_prefixes import StepScores
+from treetrain.trainers.step_scores import StepScores
 
 
 class Rows(NamedTuple):
@@ -51,12 +52,23 @@ class Scores:
 
     def __init__(self):
         self.asked, self.log, self.weight = [], [], nn.Parameter(torch.ones(()))
+        self.made = []
 
-    def run(self, tree, masks):
+    def of(self, steps, key, rows, **options):
+        """The leaves of a call's rows, as `PrefixSharing` gets them."""
+        if torch.is_grad_enabled():
+            steps.settle(everything=False)
+        scores, own = steps.scores_for(key, rows, **options)
+        if scores.scored is None:
+            scores.scored = self.run(scores.tree)
+        return [steps.kept_by(scores, leaf) for leaf in scores.scored.logprobs[own]]
+
+    def run(self, tree):
         ids = [row.ids for row in tree.trajectories]
         self.asked.append([row.tolist() for row in ids])
         number = len(self.asked) - 1
-        return Tree(ids, lambda: self.log.append(number), self.weight)
+        self.made.append(Tree(ids, lambda: self.log.append(number), self.weight))
+        return self.made[-1]
 
 
 def batch(*rows):
@@ -78,17 +90,17 @@ def steps_with(batches, scores, trainer=None):
 
 
 def ask(steps, scores, inputs, **options):
-    scored, own = steps.score("model", rows_of(inputs), scores.run, **options)
-    return scored.logprobs[own]
+    return scores.of(steps, "model", rows_of(inputs), **options)
 
 
 def train(steps, scores, inputs, *, last=False, **options):
     """A training step whose loss is the sum of the scores."""
-    with steps.micro_batch():
+    with steps.step.micro_batch():
         found = ask(steps, scores, inputs, **options)
         sum(row.sum() for row in found).backward()
     steps.settle(everything=last)
-    steps.end_micro_batch(last=last)
+    if last:
+        steps.step.end()
     return found
 
 
@@ -118,15 +130,14 @@ def test_the_next_step_is_scored_anew(scores):
 
 def test_rows_that_come_otherwise_than_foreseen_are_scored_by_themselves(scores):
     steps = steps_with([FIRST, SECOND], scores)
-    with steps.micro_batch():
+    with steps.step.micro_batch():
         unforeseen = ask(steps, scores, THIRD)
         assert [row.tolist() for row in unforeseen] == [[6, 4], [4, 4]]
         foreseen = ask(steps, scores, FIRST)
         assert [len(rows) for rows in scores.asked] == [2, 4]
         sum(row.sum() for row in [*unforeseen, *foreseen]).backward()
     assert len(steps.settle(everything=False)) == 1
-    steps.end_micro_batch(last=False)
-    with steps.micro_batch():
+    with steps.step.micro_batch():
         sum(row.sum() for row in [*ask(steps, scores, THIRD), *ask(steps, scores, SECOND)]).backward()
     assert [len(rows) for rows in scores.asked] == [2, 4, 2]
     steps.settle(everything=True)
@@ -136,21 +147,21 @@ def test_rows_that_come_otherwise_than_foreseen_are_scored_by_themselves(scores)
 def test_another_mask_is_another_question(scores):
     steps = steps_with([FIRST, SECOND], scores)
     train(steps, scores, FIRST)
-    with steps.micro_batch():
+    with steps.step.micro_batch():
         rows = rows_of(SECOND)
-        steps.score("model", rows._replace(masks=[~mask for mask in rows.masks]), scores.run)
+        scores.of(steps, "model", rows._replace(masks=[~mask for mask in rows.masks]))
     assert [len(rows) for rows in scores.asked] == [4, 2]
 
 
 def test_scores_without_gradient_and_those_of_a_reference_are_their_own(scores):
     steps = steps_with([FIRST, SECOND], scores)
     for inputs in (FIRST, SECOND):
-        with steps.micro_batch():
+        with steps.step.micro_batch():
             sum(row.sum() for row in ask(steps, scores, inputs)).backward()
             with torch.no_grad():
                 if inputs is FIRST:
                     ask(steps, scores, inputs)
-                steps.score("reference", rows_of(inputs), scores.run)
+                scores.of(steps, "reference", rows_of(inputs))
         assert len(scores.asked) == 3
     steps.settle(everything=True)
     assert scores.log == [0]
@@ -172,7 +183,7 @@ def test_without_a_loop_that_names_its_micro_batches_each_is_scored_alone(scores
 
 def test_several_trees_of_a_micro_batch_are_not_alive_at_once(scores):
     steps = steps_with([FIRST], scores)
-    with steps.micro_batch():
+    with steps.step.micro_batch():
         for number, inputs in enumerate((FIRST, SECOND, THIRD)):
             found = ask(steps, scores, inputs)
             assert scores.log == list(range(number))
@@ -228,7 +239,7 @@ def test_generated_micro_batches_are_known_up_to_the_next_generation(scores, ste
         args=SimpleNamespace(steps_per_generation=4), num_iterations=2, _step=step, _buffered_inputs=buffered
     )
     steps = steps_with([None] * 3, scores, trainer)
-    with steps.micro_batch():
+    with steps.step.micro_batch():
         ask(steps, scores, batch([5, 6, known[0]]))
     assert scores.asked == [[[5, 6, number] for number in known]]
 
@@ -245,3 +256,18 @@ def test_micro_batches_that_share_next_to_nothing_are_scored_alone(scores):
     for inputs in apart:
         train(steps, scores, inputs)
     assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [0, 1]
+
+
+def test_a_loss_that_is_thrown_away_frees_its_tree_and_one_with_a_backward_does_not(scores):
+    steps = StepScores(SimpleNamespace(), rows_of)
+    found = [ask(steps, scores, FIRST) for _ in range(3)]
+    trees = [weakref.ref(tree) for tree in scores.made]
+    scores.made.clear()
+    loss = sum(row.sum() for row in found[1])
+    found.clear()
+    assert [tree() is not None for tree in trees] == [False, True, False]
+    loss.backward()
+    del loss
+    assert [tree() is not None for tree in trees] == [False, True, False] and steps.gradients_wait
+    assert len(steps.settle(everything=True)) == 1 and scores.weight.grad == predictions(FIRST)
+    assert not any(tree() for tree in trees)

@@ -9,7 +9,7 @@ from support.models import make_model
 from treetrain.engine.costs import CountStorages
 from treetrain.engine.engine import TreeEngine
 from treetrain.verification import sketch as module
-from treetrain.verification.sketch import sketch, sketch_size, sketches_of
+from treetrain.verification.sketch import sketch, sketch_size, sketched
 from treetrain.verification.verify import verify
 
 ROWS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9, 4, 2], [5, 6]]
@@ -61,7 +61,8 @@ def test_sketches_of_a_call_are_those_of_its_gradients_and_grad_and_hooks_are_le
         (one.sin().sum() * two.sum()).backward()
         (one.square().sum() + two[0]).backward()
 
-    found = sketches_of(parameters, run, 64, streamed=streamed)
+    with sketched(parameters, 64, streamed=streamed) as found:
+        run()
     expected = one.detach().cos() * two.detach().sum() + 2 * one.detach()
     assert torch.allclose(found[0], sketch(expected, 64, 0), rtol=1e-4, atol=1e-4)
     assert found[1].shape == (7,) and found[1].any() and not found[2].any()

@@ -5,8 +5,8 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -86,6 +86,7 @@ class Ranks:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self._call = ""  # that the ranks make together
         self.lost = False
         """Whether this process left a pass that the others wait in, so that they cannot be reached any more."""
         self._sets = [(rank,) for rank in range(self.size)]
@@ -183,7 +184,10 @@ class Ranks:
             if not self.lost and not self._knows(error):
                 self.gather((what, f"{type(error).__name__}: {error}", None))
             raise
-        answers = self.gather((what, None, sent))
+        return made, self._checked(what, self.gather((what, None, sent)))
+
+    def _checked(self, what: str, answers: list[Any]) -> list[Any]:
+        """What all ranks sent, by rank, unless one failed. Raises RanksDisagree."""
         failed = [(rank, error) for rank, (_, error, _) in enumerate(answers) if error is not None]
         if failed:
             rank, error = failed[0]
@@ -194,7 +198,30 @@ class Ranks:
             self._knows(stopped)
             raise stopped
         check_same("the call", [call for call, _, _ in answers])
-        return made, [sent for _, _, sent in answers]
+        return [sent for _, _, sent in answers]
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """A block in which all ranks fail if one does: see `agree`. It contains one `exchange`, and that at its end.
+
+        Args:
+            call: names the block, in errors.
+        """
+        self._call = call
+        try:
+            yield
+        except Exception as error:
+            if not self.lost and not self._knows(error):
+                self.gather((call, f"{type(error).__name__}: {error}", None))
+            raise
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's value, by rank; a collective call within `together`.
+
+        Raises:
+            RanksDisagree: another rank failed before this.
+        """
+        return self._checked(self._call, self.gather((self._call, None, value)))
 
     def _knows(self, error: Exception) -> bool:
         """Whether these ranks know of an error already, from an `agree` within another one; they do from now on."""

@@ -10,7 +10,9 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ from treetrain.engine.score import Scored
 from treetrain.models.capability import causal_lm
 from treetrain.trainers.batches import IGNORED, TREE_INDEX, Rows, rows_of, tree_of
 from treetrain.tree.stats import linear_work
-from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketches_of
+from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
 from treetrain.verification.verify import relative_error
 
 logger = logging.getLogger(__name__)
@@ -48,20 +50,12 @@ ROWS = 3
 """How many rows are compared."""
 LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 """At least so many tokens are compared, and at most so many of a model whose memory cannot be predicted."""
+TRL_TILE, TRL_TILE_BYTES = 32_768, 36
+"""The most tokens of the vocabulary in a tile of TRL's head, and bytes for each logit of a tile in its backward when
+plain torch operations compute it: the tile, eight copies in float32 and a mask (trl/kernels/chunked_logprob.py)."""
 _BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
-
-
-class Shared(NamedTuple):
-    """How the tree answers a call of the model."""
-
-    output: Any
-    """The output that the trainer gets."""
-    scores: Float[Tensor, "..."]
-    """Log-probabilities [B, L - 1], 0 where nothing is predicted; or rewards."""
-    scored: Scored
-    """Runs backward after the scores."""
 
 
 class Difference(NamedTuple):
@@ -76,120 +70,130 @@ class Difference(NamedTuple):
     """The plain model's loss and the tree's; None if the trainer computes its own."""
 
 
-def compare_with_plain(
-    engine: TreeEngine,
-    plain: Callable[..., Any],
-    shared: Callable[[Batch], Shared],
-    given: Batch,
-    rows: Rows,
-    seam: Seam,
-) -> tuple[dict[str, float], float | None]:
-    """Compare a few rows between the model's own forward and the tree: scores, gradients, and the loss if it is used.
+class FirstStep:
+    """Compares a few rows between the model's own forward and the tree: scores, gradients, and the loss if it is used.
 
-    The gradients are those of the loss, or of a random sum of the scores.
+    The gradients are those of the loss, or of a random sum of the scores. The trainer's side makes both calls of the
+    model, with `batch`, within `plain_run` and `tree_run`; then `judge` compares.
 
     Args:
         engine: for the unwrapped model, so that other ranks take no part.
-        plain: the forward that the trainer would have called.
-        shared: answers the same call from a tree.
-        given: the arguments of the trainer's call.
+        call: the arguments of the trainer's call.
         rows: the rows in it.
-
-    Returns:
-        the relative differences, to be logged (empty if nothing is predicted), and the FLOP/s of the plain forward and
-        backward (None if the model's FLOPs cannot be counted).
-
-    Raises:
-        RuntimeError: they differ by more than rounding.
+        chosen: the numbers of those to compare, see `rows_to_compare`.
     """
-    chosen = rows_to_compare(rows.ids, rows.masks)
-    if not chosen:
-        return {}, None
-    batch = small_batch(given, rows, chosen, tokens_within(engine, rows, seam))
-    device = batch["input_ids"].device
-    found, seconds = _differences(engine, plain, shared, batch, seam, device)
-    dtype = compute_dtype(engine.model, device)
-    said = _judged(found, batch, len(chosen), dtype, device)
-    logger.info(said)
-    logs = {"tree/score_difference": found.scores, "tree/gradient_difference": found.gradients}
-    cost = cost_if_countable(engine.model)
-    if cost is None:
-        return logs, None
-    small = rows_of(batch, rewards=seam == "rewards")
-    work = linear_work(tree_of(small.ids, small.masks), cost.counts.attention_ranges)
-    return logs, cost.counts.flops(*work) / seconds
 
+    def __init__(self, engine: TreeEngine, call: Batch, rows: Rows, seam: Seam, chosen: Sequence[int]):
+        self.batch = small_batch(call, rows, chosen, tokens_within(engine, rows, seam))
+        """The arguments of both calls."""
+        self.device = self.batch["input_ids"].device
+        self._engine, self._seam, self._count = engine, seam, len(chosen)
+        self._names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
+        self._parameters = list(self._names)
+        self._size = sketch_size(self._parameters)
+        self._seconds = 0.0
+        self._plain_scores: Tensor | None = None
+        self._plain_loss: Tensor | None = None
 
-def _differences(
-    engine: TreeEngine,
-    plain: Callable[..., Any],
-    shared: Callable[[Batch], Shared],
-    batch: Batch,
-    seam: Seam,
-    device: torch.device,
-) -> tuple[Difference, float]:
-    """The differences on one batch, and the seconds of the plain forward and backward."""
-    names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
-    parameters, size, seen = list(names), sketch_size(list(names)), {}
+    @contextmanager
+    def plain_run(self, *, timed: bool = False) -> Iterator[None]:
+        """The plain model is called inside the block; a second time to measure it, after the first has warmed up."""
+        start = time.perf_counter()
+        if timed:
+            with gradients_as_they_come(self._parameters):
+                yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._seconds = time.perf_counter() - start
+        else:
+            with sketched(self._parameters, self._size, streamed=True) as self._plain_gradients:
+                yield
 
-    def objective(scores: Tensor | None, output: Any) -> Tensor:
-        if seam == "loss" or scores is None:
+    def backward_of_plain(self, output: Any) -> None:
+        """Remember what the plain forward gave, and run its backward."""
+        scores = output.log_probs if self._seam == "fused" else output.logits
+        if self._seam == "loss":
+            self._plain_loss = None if output.loss is None else output.loss.detach()
+            scores = None if scores is None else _logprobs(scores.detach(), self.batch["labels"])
+        self._plain_scores = None if scores is None else scores.detach()
+        objective = self._objective(scores, output)
+        del output, scores  # logits, which the backward does not need
+        self._backward(objective)
+
+    @contextmanager
+    def tree_run(self) -> Iterator[None]:
+        """The tree is scored inside the block."""
+        with sketched(self._parameters, self._size) as self._tree_gradients:
+            yield
+
+    def backward_of_tree(self, output: Any, scores: Float[Tensor, "..."], scored: Scored) -> None:
+        """Remember how the tree answers the call, and run its backward.
+
+        Args:
+            output: what the trainer gets.
+            scores: log-probabilities [B, L - 1], 0 where nothing is predicted; or rewards.
+            scored: runs backward after the scores.
+        """
+        self._tree_scores, self._tree_loss = scores.detach(), getattr(output, "loss", None)
+        self._backward(self._objective(scores, output))
+        with torch.autocast(self.device.type, enabled=False):
+            scored.backward(sync=False)
+
+    def _objective(self, scores: Tensor | None, output: Any) -> Tensor:
+        """The loss, or a random sum of the scores."""
+        if self._seam == "loss" or scores is None:
             return output.loss
         weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))
         return (scores * weights.to(scores)).sum()
 
-    def backward(of: Tensor) -> None:
-        with torch.autocast(device.type, enabled=False):
-            of.backward()
+    def _backward(self, objective: Tensor) -> None:
+        with torch.autocast(self.device.type, enabled=False):
+            objective.backward()
 
-    def run_plain() -> None:
-        output = plain(**batch)
-        seen["loss"] = None if output.loss is None or seam != "loss" else float(output.loss.detach())
-        scores = output.log_probs if seam == "fused" else output.logits
-        if seam == "loss" and scores is not None:
-            scores = _logprobs(scores.detach(), batch["labels"])
-        seen["scores"] = None if scores is None else scores.detach()
-        backward(objective(scores, output))
+    def judge(self) -> tuple[dict[str, float], float | None]:
+        """Compare, after both runs.
 
-    def run_shared() -> None:
-        answer = shared(batch)
-        seen["shared"], seen["shared loss"] = answer.scores.detach(), getattr(answer.output, "loss", None)
-        backward(objective(answer.scores, answer.output))
-        with torch.autocast(device.type, enabled=False):
-            answer.scored.backward(sync=False)
+        Returns:
+            the relative differences, to be logged, and the FLOP/s of the plain forward and backward (None if the
+            model's FLOPs cannot be counted).
 
-    expected = sketches_of(parameters, run_plain, size, streamed=True)  # and warms up
-    start = time.perf_counter()
-    with gradients_as_they_come(parameters, lambda number, parameter: None):
-        run_plain()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
-    found = sketches_of(parameters, run_shared, size)
-    worst, kind = _worst_kind([names[p] for p in parameters], found, expected, compute_dtype(engine.model, device))
-    difference = Difference(
-        scores=0.0 if seen["scores"] is None else relative_error([seen["shared"]], [seen["scores"]]),
-        gradients=relative_error(found, expected),
-        worst=worst,
-        worst_kind=kind,
-        losses=None if seen["loss"] is None else (seen["loss"], float(seen["shared loss"].detach())),
-    )
-    return difference, seconds
+        Raises:
+            RuntimeError: they differ by more than rounding.
+        """
+        model, plain, tree = self._engine.model, self._plain_gradients, self._tree_gradients
+        dtype = compute_dtype(model, self.device)
+        worst, kind = _worst_kind([self._names[p] for p in self._parameters], tree, plain, dtype)
+        plain_scores = self._plain_scores
+        difference = Difference(
+            scores=0.0 if plain_scores is None else relative_error([self._tree_scores], [plain_scores]),
+            gradients=relative_error(tree, plain),
+            worst=worst,
+            worst_kind=kind,
+            losses=None if self._plain_loss is None else (float(self._plain_loss), float(self._tree_loss.detach())),
+        )
+        logger.info(_judged(difference, self.batch, self._count, dtype, self.device))
+        logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
+        cost = cost_if_countable(model)
+        if cost is None:
+            return logs, None
+        small = rows_of(self.batch, rewards=self._seam == "rewards")
+        work = linear_work(tree_of(small.ids, small.masks), cost.counts.attention_ranges)
+        return logs, cost.counts.flops(*work) / self._seconds
 
 
 def _logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:
     """Log-probabilities of the labels' tokens [B, L - 1], 0 where there is no label; a few positions at a time."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    found = logits.new_zeros(labels[:, 1:].shape, dtype=wide)
+    logprobs = logits.new_zeros(labels[:, 1:].shape, dtype=wide)
     for row, column in zip(*(index.split(64) for index in (labels[:, 1:] != IGNORED).nonzero(as_tuple=True))):
         scores = logits[row, column].to(wide)
         chosen = scores.gather(1, labels[row, column + 1][:, None])[:, 0]
-        found[row, column] = chosen - scores.logsumexp(1)
-    return found
+        logprobs[row, column] = chosen - scores.logsumexp(1)
+    return logprobs
 
 
 def _worst_kind(
-    names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype
+    names: Sequence[str], gradients: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[float, str]:
     """Return the largest relative error of one kind of parameter, over all layers, and the kind.
 
@@ -197,7 +201,7 @@ def _worst_kind(
     relative to `KIND_SHARE` of all gradients at least (to more in low precision).
     """
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for name, a, b in zip(names, found, expected):
+    for name, a, b in zip(names, gradients, expected):
         kind = squares[re.sub(r"\.\d+(?=\.)", ".*", name)]
         kind[0] += float((a - b).square().sum())
         kind[1] += float(b.square().sum())
@@ -215,7 +219,7 @@ def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
     return limits.get(dtype, limits[torch.bfloat16])
 
 
-def _judged(found: Difference, batch: Batch, count: int, dtype: torch.dtype, device: torch.device) -> str:
+def _judged(difference: Difference, batch: Batch, count: int, dtype: torch.dtype, device: torch.device) -> str:
     """One sentence that says how far apart they are.
 
     Raises:
@@ -224,13 +228,13 @@ def _judged(found: Difference, batch: Batch, count: int, dtype: torch.dtype, dev
     tf32 = dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
     allowed = f"(relative; at most {limit:g} in {dtype})"
-    if not found.scores <= limit:  # also true of NaN
+    if not difference.scores <= limit:  # also true of NaN
         raise RuntimeError(
             f"first step, {count} rows: log-probabilities (or rewards) of the plain model and with shared prefixes "
-            f"differ by {found.scores:.1e} {allowed}. {_why_scores_differ(batch)}, or pass check=False"
+            f"differ by {difference.scores:.1e} {allowed}. {_why_scores_differ(batch)}, or pass check=False"
         )
-    if found.losses is not None:
-        plain, ours = found.losses
+    if difference.losses is not None:
+        plain, ours = difference.losses
         if not abs(plain - ours) <= loss_limit * abs(plain):
             raise RuntimeError(
                 f"first step, {count} rows: the model's own loss is {plain:.6g}, the cross-entropy that share_prefixes "
@@ -238,15 +242,15 @@ def _judged(found: Difference, batch: Batch, count: int, dtype: torch.dtype, dev
                 "that a forward adds, or an adapter's regularisation (AdaLoRA): remove it, train without "
                 "share_prefixes, or use tt.TreeTrainer with a loss of your own"
             )
-    if not (found.gradients <= limit and found.worst <= KIND_LIMIT * limit):
+    if not (difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit):
         raise RuntimeError(
             f"first step, {count} rows: gradients of the plain model and with shared prefixes differ by "
-            f"{found.gradients:.1e} {allowed}, those of {found.worst_kind} by {found.worst:.1e}. Train without "
-            "share_prefixes and report this model, or pass check=False if such a difference is expected"
+            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. Train "
+            "without share_prefixes and report this model, or pass check=False if such a difference is expected"
         )
     return (
         f"{count} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
-        f"{found.scores:.1e}, gradients by {found.gradients:.1e} {allowed}"
+        f"{difference.scores:.1e}, gradients by {difference.gradients:.1e} {allowed}"
     )
 
 
@@ -298,6 +302,9 @@ def tokens_within(engine: TreeEngine, rows: Rows, seam: Seam) -> int:
     if seam == "loss":  # logits, in float32 for the loss, their log-softmax, and the gradients of both
         logit, wide = counts.dtype_bytes, counts.wide_bytes
         token += counts.vocab * (3 * wide + (2 * logit if logit < wide else 0))
+    elif seam == "fused":  # TRL's head works on tiles, in torch or by a kernel that needs no more than the tile
+        kernel = rows.wanted.device.type in ("cuda", "xpu") and find_spec("triton") is not None
+        token += min(counts.vocab, TRL_TILE) * (counts.dtype_bytes if kernel else TRL_TILE_BYTES)
     tokens = int(max(room / token, 0))
     config: Any = causal_lm(engine.model).config.get_text_config()  # type: ignore[union-attr, operator]
     if getattr(config, "_attn_implementation", None) == "eager":
@@ -308,34 +315,34 @@ def tokens_within(engine: TreeEngine, rows: Rows, seam: Seam) -> int:
     return max(tokens, LEAST_TOKENS)
 
 
-def small_batch(given: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> Batch:
+def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> Batch:
     """The call of the model for some rows of a batch: padded or packed as they are in it, and cut to so many tokens.
 
     Where rows need not be cut, a padded batch's are given with all of their columns. TRL's packed trees become padded.
     """
-    ids = given["input_ids"]
-    packed = given.get("attention_mask") is None and given.get("position_ids") is not None
-    if not packed and TREE_INDEX[0] not in given and len(chosen) * ids.shape[1] <= tokens:
+    ids = call["input_ids"]
+    packed = call.get("attention_mask") is None and call.get("position_ids") is not None
+    if not packed and TREE_INDEX[0] not in call and len(chosen) * ids.shape[1] <= tokens:
         index = torch.tensor([rows.spans[k].batch_row for k in chosen], device=ids.device)
-        of_rows = {name: given[name] for name in _BY_TOKEN if isinstance(given.get(name), Tensor)}
-        return given | {name: value.expand(len(ids), -1)[index] for name, value in of_rows.items()}
+        of_rows = {name: call[name] for name in _BY_TOKEN if isinstance(call.get(name), Tensor)}
+        return call | {name: value.expand(len(ids), -1)[index] for name, value in of_rows.items()}
     pieces, masks = _cut([rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen if rows.masks], tokens)
     columns: dict[str, list[Tensor]] = {"input_ids": [torch.from_numpy(piece).long() for piece in pieces]}
     if masks:
         wanted = [torch.from_numpy(np.append(False, mask)) for mask in masks]
         columns["labels"] = [row.masked_fill(~own, IGNORED) for row, own in zip(columns["input_ids"], wanted)]
-    if packed or given.get("position_ids") is not None:
+    if packed or call.get("position_ids") is not None:
         columns["position_ids"] = [torch.arange(len(piece)) for piece in pieces]
-    if packed and given.get("seq_idx") is not None:
+    if packed and call.get("seq_idx") is not None:
         columns["seq_idx"] = [torch.full((len(piece),), k) for k, piece in enumerate(pieces)]
-    batch = {name: value for name, value in given.items() if name not in (*_BY_TOKEN, *_OF_PACKING, *_OF_TREES)}
+    batch = {name: value for name, value in call.items() if name not in (*_BY_TOKEN, *_OF_PACKING, *_OF_TREES)}
     if packed:
         batch |= {name: torch.cat(values)[None].to(ids.device) for name, values in columns.items()}
-        if given.get("seq_idx") is not None:
-            batch["seq_idx"] = batch["seq_idx"].to(given["seq_idx"].dtype)
+        if call.get("seq_idx") is not None:
+            batch["seq_idx"] = batch["seq_idx"].to(call["seq_idx"].dtype)
         lengths = [len(piece) for piece in pieces]
         ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device)
-        return batch | {name: ends if name.startswith("cu_") else max(lengths) for name in _OF_PACKING if name in given}
+        return batch | {name: ends if name.startswith("cu_") else max(lengths) for name in _OF_PACKING if name in call}
     columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
     left = any(span.start > 0 for span in rows.spans)
     fills = {"labels": IGNORED}

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+import weakref
 from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
@@ -40,7 +41,8 @@ class Gains:
         self._first: Counter[str] = Counter()  # of the first steps
         self._untreed: list[np.ndarray] = []  # rows of calls that no tree answered
         self._steps = self._trees = 0
-        self._timed: tuple[Scored, float, float] | None = None  # scores, start, seconds of the plain path (predicted)
+        # Scores, start, predicted seconds of the plain path.
+        self._timed: tuple[weakref.ref[Scored], float, float] | None = None
         self._measured: float | None = None
         self._logged: set[str] = set()  # names that were logged once
         self._kept: dict[str, float] = {}  # numbers of a stopped run, to be logged once
@@ -69,13 +71,13 @@ class Gains:
             for name, work in (("row_flops", linear_work), ("tree_flops", tree_work)):
                 counts[name] = cost.counts.flops(*work(tree, cost.counts.attention_ranges))
             if self._trees == 2 and self.plain_rate is not None:
-                self._timed = scored, started, counts["row_flops"] / self.plain_rate
+                self._timed = weakref.ref(scored), started, counts["row_flops"] / self.plain_rate
         self._counts.update(counts)
         self._first.update(counts)
 
     def add_backward(self, scored: Scored) -> None:
         """End the measurement, if this is the tree that is measured."""
-        if self._timed is not None and scored is self._timed[0]:
+        if self._timed is not None and scored is self._timed[0]():
             _, started, plain_seconds = self._timed
             self._measured = self.once["tree/measured_speedup"] = plain_seconds / (self.now() - started)
             self._timed = None

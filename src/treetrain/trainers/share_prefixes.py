@@ -10,13 +10,11 @@ copied.
 
 import functools
 import inspect
-import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,17 +23,16 @@ from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutp
 
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.executor import gradients_aside
 from treetrain.engine.model_state import switches_of
 from treetrain.engine.score import Scored
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
-from treetrain.trainers.batches import TREE_INDEX, Rows, model_inputs, rows_of, tree_of
-from treetrain.trainers.first_step import Seam, Shared, compare_with_plain
+from treetrain.trainers.batches import TREE_INDEX, Rows, rows_of
+from treetrain.trainers.first_step import FirstStep, Seam, rows_to_compare
 from treetrain.trainers.gains import Gains
-from treetrain.tree.token_tree import TokenTree
+from treetrain.trainers.step_scores import StepScores, TreeScores, gradient_versions
 
 T = TypeVar("T", bound=Trainer)
 ASYNC_GRPO_ATTENTION = "tree_fa3"
@@ -52,8 +49,6 @@ TRL_VERSION = "1.16"
 _FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
 SEAMS: dict[str, Seam] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
 """The seam of each TRL trainer, by class name."""
-CUTS = 2
-"""Micro-batches are scored together until so many joint trees were cut, because gradients were needed early."""
 HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
 """Module prefixes of trainers whose compute_loss passes the batch to that of `transformers.Trainer`."""
 
@@ -135,8 +130,7 @@ class SharesPrefixes:
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the trainer's evaluation; if logits are wanted, the model's own forward computes them."""
-        sharing = self.prefix_sharing
-        with replaced(sharing, logits_wanted=not prediction_loss_only), replaced(sharing.steps, in_micro_batch=False):
+        with self.prefix_sharing.evaluation(logits=not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -158,12 +152,12 @@ class FusedHead(NamedTuple):
         forward: Any = causal_lm(model).forward
         while forward is not None:
             if _is_fused(forward):
-                given = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
-                if given["cast_lm_head_to_fp32"]:
+                settings = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
+                if settings["cast_lm_head_to_fp32"]:
                     raise ValueError(
                         "cast_lm_head_to_fp32=True: the head runs in the model's dtype here; set it to False"
                     )
-                return cls(float(given["temperature"]), tuple(given["outputs"]))
+                return cls(float(settings["temperature"]), tuple(settings["outputs"]))
             forward = getattr(forward, "__wrapped__", None)
         return cls()
 
@@ -175,7 +169,10 @@ def _is_fused(forward: Any) -> bool:
 
 
 class PrefixSharing:
-    """The state of a trainer that shares prefixes: engines, scores that wait for their backward, and counts."""
+    """Answers the calls of a trainer's models from trees.
+
+    The state of an optimizer step is in ``steps.step``, which each step makes anew; here is what stays during a run.
+    """
 
     def __init__(self, trainer: Any, budget: int | str | Bytes | None, check: bool):
         self.seam: Seam = seam_of(trainer)
@@ -183,12 +180,12 @@ class PrefixSharing:
         self.trainer, self.budget, self.check = trainer, budget, check
         self.model: nn.Module = trainer.model
         self.wrapped = self.model
+        """The model as the trainer calls it, such as within DistributedDataParallel."""
         self._rows_of = functools.partial(rows_of, rewards=self.seam == "rewards")
         self.steps = StepScores(trainer, self._rows_of)
-        self.in_loss = self.logits_wanted = False
+        self.in_loss = False
+        """Whether the trainer is in `compute_loss`, where calls with labels ask for scores."""
         self._engines: dict[tuple[int, float], TreeEngine] = {}
-        self._averaged: list[Any] = []  # the gradients that this step has averaged over the processes
-        self._ready = False  # whether its last micro-batch has ended: what changes them later averages nothing
         self.gains = Gains(trainer)
         if getattr(self.model.config, "_attn_implementation", None) == ASYNC_GRPO_ATTENTION:
             self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
@@ -197,6 +194,8 @@ class PrefixSharing:
         for model, head in zip(models, heads):
             self._engine(model, head)  # raises before any forward is replaced
         for model, head in zip(models, heads):
+            if _is_fused((inner := causal_lm(model)).forward) and inner is not model:
+                inner.forward = OwnForward(inner)  # beneath an adapter
             model.forward = TreeForward(self, model, head)
         self._head = heads[0]
         if trainer.accelerator.num_processes > 1:
@@ -222,17 +221,17 @@ class PrefixSharing:
 
         After the last micro-batch all gradients run through their trees, since the trainer reads them next.
         """
-        if self.steps.in_micro_batch:  # a training step within another
+        step = self.steps.step
+        if step.training:  # a training step within another
             yield
             return
-        self.wrapped, self._averaged, self._ready = model, [], False
-        with self.steps.micro_batch():
+        self.wrapped = model
+        with step.micro_batch():
             yield
         last = self.trainer.accelerator.sync_gradients
         self.settle(everything=last, average=last)
-        self._ready = last
-        self.steps.end_micro_batch(last=last)
         if last:
+            step.end()
             self.gains.end_step()
 
     def settle(self, *, everything: bool = True, average: bool | None = None) -> None:
@@ -243,33 +242,28 @@ class PrefixSharing:
             average: average gradients over the processes, unless these have been; None: as DistributedDataParallel
                 does, if this is the last micro-batch.
         """
-
-        def run() -> tuple[None, None]:
-            for scored in self.steps.settle(everything=everything):
-                self.gains.add_backward(scored)
-            return None, None
-
-        engine = self._engine(self.wrapped, self._head)
+        engine, step = self._engine(self.wrapped, self._head), self.steps.step
         average = self.trainer.accelerator.sync_gradients if average is None else average
         if engine.ranks.alone or not average:
-            run()
-        elif self.steps.gradients_wait or self._gradients(engine) != self._averaged:
-            engine.ranks.agree("the backward of the step's trees", run)
+            self._settle(everything)
+        elif self.steps.gradients_wait or gradient_versions(engine.parameters) != step.averaged:
+            with engine.ranks.together("the backward of the step's trees"):
+                self._settle(everything)
+                engine.ranks.exchange(None)
             engine.average_gradients()
-            self._averaged = self._gradients(engine)
+            step.averaged = gradient_versions(engine.parameters)
 
-    @staticmethod
-    def _gradients(engine: TreeEngine) -> list[Any]:
-        """The identity of all gradients, which changes with their values."""
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in engine.parameters]
+    def _settle(self, everything: bool) -> None:
+        for scored in self.steps.settle(everything=everything):
+            self.gains.add_backward(scored)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Average what has not been averaged, such as the gradients of a rank that skipped its last micro-batch."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(id(p) in stepped for p in self.model.parameters()):
-            if self.steps.gradients_wait or not self._ready:
+            if self.steps.gradients_wait or not self.steps.step.complete:
                 self.settle(average=True)
-            self._ready = False
+            self.steps.step.complete = False
 
     @contextmanager
     def loss_of(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -283,6 +277,17 @@ class PrefixSharing:
         self.wrapped = model
         with replaced(self, in_loss=True):
             yield inner
+
+    @contextmanager
+    def evaluation(self, *, logits: bool) -> Iterator[None]:
+        """Inside the block, no micro-batch is trained.
+
+        Args:
+            logits: the trainer reads the logits of the output that also has its loss, so the plain forward gives both.
+        """
+        plain = {"forward": self.model.forward.plain} if logits and self.seam == "loss" else {}
+        with replaced(self.steps.step, training=False), replaced(self.model, **plain):
+            yield
 
     # ---- The model's calls ----
 
@@ -316,32 +321,38 @@ class PrefixSharing:
         if self.seam == "fused":
             return bool(kwargs.get("fused_lm_head"))
         wanted = self.seam == "rewards" or kwargs.get("labels") is not None
-        return self.in_loss and wanted and not (self.logits_wanted and self.seam == "loss")
+        return self.in_loss and wanted
 
     def _check_first_step(self, model: nn.Module, plain: Callable, head: FusedHead, rows: Rows, kwargs: dict) -> None:
-        """Compare a few rows with the plain model; all ranks stop if one of them does. See `compare_with_plain`."""
-        engine = self._engine(model, head)
-
-        def shared(batch: dict[str, Any]) -> Shared:
-            rows = self._rows_of(batch)
-            with self._balanced(model, batch):
-                scored = self._run(engine, head, tree_of(rows.ids, rows.masks), rows.masks)
-            output = self._output(engine, scored, slice(0, len(rows.ids)), rows, batch)
-            return Shared(output, rows.batch(scored.logprobs) if scored.rewards is None else output.logits, scored)
-
-        def compare() -> tuple[tuple[dict[str, float], float | None], bool]:
-            found = compare_with_plain(engine, plain, shared, kwargs, rows, self.seam)
-            return found, bool(found[0])
-
+        """Compare a few rows with the plain model; all ranks stop if one of them does. See `FirstStep`."""
         ranks = self._engine(self.wrapped if model is self.model else model, head).ranks
-        (self.gains.once, self.gains.plain_rate), compared = ranks.agree("the comparison in the first step", compare)
+        with ranks.together("the comparison in the first step"):
+            chosen = rows_to_compare(rows.ids, rows.masks)
+            if chosen:
+                first = FirstStep(self._engine(model, head), kwargs, rows, self.seam, chosen)
+                for timed in (False, True):
+                    with first.plain_run(timed=timed):
+                        first.backward_of_plain(plain(**first.batch))
+                with first.tree_run():
+                    first.backward_of_tree(*self._answered(model, head, first.batch))
+                self.gains.once, self.gains.plain_rate = first.judge()
+            compared = ranks.exchange(bool(chosen))
         self.check = not any(compared)  # compare the next batch if this one predicts nothing on any rank
 
-    def _run(self, engine: TreeEngine, head: FusedHead, tree: TokenTree, masks: list[Any]) -> Scored:
+    def _answered(self, model: nn.Module, head: FusedHead, batch: dict[str, Any]) -> tuple[Any, Tensor, Scored]:
+        """The output that a call gets by itself, its scores as a batch, and what runs their backward."""
+        rows, engine = self._rows_of(batch), self._engine(model, head)
+        scores = TreeScores(0, [rows])
+        with self._balanced(model, batch):
+            scored = scores.scored = self._run(engine, head, scores)
+        output = self._output(engine, scores, slice(0, len(rows.ids)), rows, batch)
+        return output, rows.batch(scored.logprobs) if scored.rewards is None else output.logits, scored
+
+    def _run(self, engine: TreeEngine, head: FusedHead, scores: TreeScores) -> Scored:
         if self.seam == "rewards":
-            return engine.score(tree, rewards=True)
+            return engine.score(scores.tree, rewards=True)
         statistics = bool({"is_top1", "mean_logits", "log_sum_sq_probs"} & set(head.outputs))
-        return engine.score(tree, mask=masks, entropies="entropy" in head.outputs, statistics=statistics)
+        return engine.score(scores.tree, mask=scores.masks, entropies="entropy" in head.outputs, statistics=statistics)
 
     @contextmanager
     def _balanced(self, model: nn.Module, kwargs: dict) -> Iterator[bool]:
@@ -357,53 +368,55 @@ class PrefixSharing:
 
     def _scored(self, model: nn.Module, head: FusedHead, rows: Rows, kwargs: dict, training: bool) -> Any:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
-
-        def run(tree: TokenTree, masks: list[Any]) -> Scored:
-            started = self.gains.now() if training else 0.0
-            scored = self._run(engine, head, tree, masks)
-            if training:
-                scored.deferral.settle = _weakly(self.settle)
-                self.gains.add(scored, tree, engine.model, started)
-            return scored
-
         # A model with another adapter, with adapters disabled, or with other weights counts as another model.
         key = id(model), tuple(switches_of(engine).items()), sum(p._version for p in model.parameters())
         # Hooks of parameters see the gradient of every micro-batch.
         hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+        if training:
+            self._settle(everything=False)  # several trees in a micro-batch would be alive at once
         with self._balanced(model, kwargs) as balanced:
-            scored, own = self.steps.score(key, rows, run, together=not (balanced or hooked))
-        if balanced and scored.aux_loss is None and self.seam != "rewards":
+            scores, own = self.steps.scores_for(key, rows, together=not (balanced or hooked))
+            if scores.scored is None:
+                started = self.gains.now() if training else 0.0
+                scores.scored = self._run(engine, head, scores)
+                if training:
+                    scores.scored.deferral.settle = _weakly(self.settle)
+                    self.gains.add(scores.scored, scores.tree, engine.model, started)
+        if balanced and scores.scored.aux_loss is None and self.seam != "rewards":
             raise ValueError(
                 "the trainer asks for the routers' auxiliary loss, but router_aux_loss_coef of the model's "
                 "configuration is 0 or not known; set it to the trainer's own"
             )
-        return self._output(engine, scored, own, rows, kwargs)
+        return self._output(engine, scores, own, rows, kwargs)
 
-    def _output(self, engine: TreeEngine, scored: Scored, own: slice, rows: Rows, kwargs: dict) -> Any:
+    def _output(self, engine: TreeEngine, scores: TreeScores, own: slice, rows: Rows, kwargs: dict) -> Any:
         """Return the output that the trainer gets for a call: scores of its own rows, in the shape of its batch."""
+        scored = scores.scored
+        assert scored is not None
         if scored.rewards is not None:
-            rewards = scored.rewards[own]
+            rewards = self.steps.kept_by(scores, scored.rewards[own])
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])  # type: ignore[arg-type]
 
         def batch(values: Sequence[Tensor] | None) -> Tensor | None:
             return None if values is None else rows.batch(values[own])
 
-        log_probs = rows.batch(scored.logprobs[own])
+        log_probs = self.steps.kept_by(scores, rows.batch(scored.logprobs[own]))
         normaliser = kwargs.get("num_items_in_batch")
         if normaliser is None:
             normaliser = rows.wanted.sum().clamp(min=1 if self.seam == "fused" else 0)
         loss, aux = -log_probs.sum() / normaliser, scored.aux_loss
         if aux is not None:
+            aux = self.steps.kept_by(scores, aux)
             loss = loss + engine.capabilities.auxiliary * aux
         if self.seam == "loss":
             return CausalLMOutput(loss=loss)
         from trl.trainer.utils import FusedCausalLMOutput
 
-        is_top1 = batch(scored.is_top1)
+        is_top1, entropies = batch(scored.is_top1), batch(scored.entropies)
         return FusedCausalLMOutput(
             loss=loss,
             log_probs=log_probs,
-            entropy=batch(scored.entropies),
+            entropy=None if entropies is None else self.steps.kept_by(scores, entropies),
             log_sum_sq_probs=batch(scored.log_sum_sq_probs),
             mean_logits=batch(scored.mean_logits),
             is_top1=None if is_top1 is None else is_top1.bool(),
@@ -420,28 +433,44 @@ class PrefixSharing:
         self.gains.load_state_dict(state)
 
 
-class TreeForward:
+class OwnForward:
+    """Stands for the forward that was set on one module: copies and pickles of the module have that of their class.
+
+    What TRL sets would call, in a copy, the model that it was made for.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module, self.plain = module, module.forward
+        functools.update_wrapper(self, self.plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (self._module, "forward")  # a copy has no attributes yet, so this is the class's forward
+
+
+class TreeForward(OwnForward):
     """Stands for the forward of a model, and answers calls for scores from a tree.
 
     It belongs to one model of one trainer. In copies and pickles of the model the plain forward takes its place.
     """
 
     def __init__(self, sharing: PrefixSharing, model: nn.Module, head: FusedHead):
-        functools.update_wrapper(self, model.forward)
-        self._given = sharing, model, model.forward, head
+        super().__init__(model)
+        self._sharing, self._head = sharing, head
         self._replaces = vars(model).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sharing, model, plain, head = self._given
-        return sharing.answer(model, plain, head, args, kwargs)
+        return self._sharing.answer(self._module, self.plain, self._head, args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self._replaces is None or _is_fused(self._replaces):  # TRL's would call the model that it was made for
-            return getattr, (self._given[1], "forward")  # a copy has no attributes yet, so this is the class's forward
-        return _as_it_is, (self._replaces,)
+        return (
+            super().__reduce__() if self._replaces is None or _is_fused(self._replaces) else (_same, (self._replaces,))
+        )
 
 
-def _as_it_is(forward: Any) -> Any:
+def _same(forward: Any) -> Any:
     return forward
 
 
@@ -454,162 +483,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*args)
 
     return call
-
-
-WORTH_JOINING = 0.9
-"""Micro-batches are scored as one tree if it has at most this share of the tokens of their separate trees. The joint
-graphs need more memory; if they do not fit, the forward runs twice."""
-
-
-class StepScores:
-    """Scores the micro-batches of an optimizer step as one tree, and returns to each the scores of its rows.
-
-    Gradient accumulation separates rows that share a prefix: TRL's GRPO shuffles its completions over micro-batches,
-    and with four of them a speed-up of 5x becomes 1.5x. But the weights change only at the optimizer step, and the
-    trainer has all micro-batches of a step before it trains the first. So the model's first call scores all of them.
-    Every micro-batch computes its own loss from its own rows, as usual. The tree's backward runs once, after the
-    training step of its last micro-batch.
-
-    Exactness does not depend on this order. Unexpected rows are scored by themselves. If gradients are needed earlier,
-    those that have arrived run through the tree, and later micro-batches are scored again.
-    """
-
-    def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], Rows]) -> None:
-        self._trainer, self._rows_of = trainer, rows_of
-        self.in_micro_batch = False
-        # The scores whose backward may come, and the number of the last micro-batch whose rows each holds.
-        self._open: list[tuple[Any, int]] = []
-        self._cuts = 0  # trees that were settled before their last micro-batch
-        self.begin_step([])
-
-    def begin_step(self, batches: Sequence[Any]) -> None:
-        """Set the micro-batches of the next optimizer step, as `Trainer.get_batch_samples` returns them."""
-        self._batches, self._position = list(batches), -1
-        # By key: the first of some micro-batches, the rows of each, and their scores (None: each is scored alone).
-        self._joint: dict[Any, tuple[int, list[Rows], Any]] = {}
-
-    @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """The next micro-batch is trained inside the block."""
-        self._position, self.in_micro_batch = self._position + 1, True
-        try:
-            yield
-        finally:
-            self.in_micro_batch = False
-
-    def end_micro_batch(self, *, last: bool) -> None:
-        """Forget scores that no loss has used in the micro-batches that they were for."""
-        self._open = [] if last else [(scored, end) for scored, end in self._open if end > self._position]
-        if last:
-            self._joint = {}
-
-    def score(
-        self, key: Hashable, rows: Rows, run: Callable[[TokenTree, list[np.ndarray]], Any], *, together: bool = True
-    ) -> tuple[Any, slice]:
-        """Score the rows of a model call; returns a `Scored`, and the slice of its rows that these are.
-
-        Args:
-            key: the model that is called, and its settings.
-            run: scores a tree, given the masks of its rows.
-            together: False scores this micro-batch alone, for losses over a whole batch such as the routers'.
-        """
-        key, gradients = (key, torch.is_grad_enabled()), torch.is_grad_enabled()
-        if gradients:
-            self.settle(everything=False)  # several trees in a micro-batch would be alive at once
-
-        def scores(tree: TokenTree, batches: list[Rows]) -> Any:
-            scored = run(tree, [mask for rows in batches for mask in rows.masks])
-            if gradients:
-                self._open.append((scored, self._position + len(batches) - 1))
-            return scored
-
-        together = together and self.in_micro_batch and self._cuts < CUTS
-        first, batches, scored = self._joint.get(key, (0, [], None)) if together else (0, [], None)
-        number = self._position - first
-        if not (0 <= number < len(batches) and _equal(batches[number], rows)):
-            number, batches, scored = 0, self._following(rows) if together else [rows], None
-            if len(batches) > 1:
-                tree = _tree_of(batches)
-                scored = scores(tree, batches) if _shares(tree, batches) else None
-                self._joint[key] = self._position, batches, scored
-        if scored is None:
-            return scores(_tree_of([rows]), [rows]), slice(0, len(rows.ids))
-        begin = sum(len(rows.ids) for rows in batches[:number])
-        return scored, slice(begin, begin + len(rows.ids))
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether gradients have arrived that have not gone through their trees."""
-        return any(scored.deferral.arrived for scored, _ in self._open)
-
-    def settle(self, *, everything: bool) -> list[Any]:
-        """Run gradients that wait through their trees; returns the `Scored` of these trees.
-
-        Args:
-            everything: also trees from which more gradients are expected. Such rows are then scored again.
-        """
-        done = []
-        for scored, last in list(self._open):
-            deferral = scored.deferral
-            if not deferral.arrived:
-                continue
-            waiting = deferral.waiting()
-            if not waiting:  # zero_grad has dropped them all; those to come are still wanted
-                scored.drop_gradients()
-            elif everything or self._has_ended(scored, last) or len(waiting) < len(deferral.parameters):
-                self._open.remove((scored, last))
-                self._joint = {key: joint for key, joint in self._joint.items() if joint[2] is not scored}
-                self._cut(last)
-                dropped = set(deferral.parameters) - set(waiting)
-                with gradients_aside(list(dropped)):  # their gradients were set anew while these waited
-                    scored.backward(sync=False)
-                done.append(scored)
-        return done
-
-    def _has_ended(self, scored: Any, last: int) -> bool:
-        """Whether no more gradients are expected: the model may be called for a joint tree again in a micro-batch."""
-        joint = any(scored is each for _, _, each in self._joint.values())
-        return last < self._position or (last == self._position and not (self.in_micro_batch and joint))
-
-    def _cut(self, last: int) -> None:
-        self._cuts += last > self._position
-        if last > self._position and self._cuts == CUTS:
-            warnings.warn(
-                "gradients are read, clipped or changed between the micro-batches of a step, so micro-batches do not "
-                "share prefixes with each other any more; results are exact. Do it after the last micro-batch "
-                "(on_pre_optimizer_step) or take larger micro-batches to share more",
-                stacklevel=2,
-            )
-
-    def _following(self, rows: Rows) -> list[Rows]:
-        """These rows and those of the following micro-batches, as far as they are known; else only these."""
-        trainer, batches = self._trainer, self._batches[self._position :]
-        if hasattr(trainer, "_buffered_inputs"):  # it generates; its first completions are scored before they are split
-            each = trainer.args.steps_per_generation
-            left = each * trainer.num_iterations - trainer._step % (each * trainer.num_iterations)
-            buffered, numbers = trainer._buffered_inputs, range(trainer._step, trainer._step + min(len(batches), left))
-            batches = [] if buffered is None else [buffered[number % each] for number in numbers]
-        known = [inputs for inputs in map(model_inputs, batches) if inputs is not None]
-        if not known or not _equal(self._rows_of(known[0]), rows):
-            return [rows]
-        return [rows, *map(self._rows_of, known[1:])]
-
-
-def _tree_of(batches: list[Rows]) -> TokenTree:
-    return tree_of([ids for rows in batches for ids in rows.ids], [mask for rows in batches for mask in rows.masks])
-
-
-def _shares(tree: TokenTree, batches: list[Rows]) -> bool:
-    """Whether micro-batches share enough with each other to be scored as one tree."""
-    offsets, tokens = tree.paths()
-    ends = offsets[np.cumsum([len(rows.ids) for rows in batches])]
-    apart = sum(len(np.unique(own)) for own in np.split(tokens, ends[:-1]))
-    return tree.num_tokens <= WORTH_JOINING * apart
-
-
-def _equal(one: Rows, other: Rows) -> bool:
-    pairs = (one.ids, other.ids), (one.masks, other.masks)
-    return all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
 
 
 # ---- Checks of the settings before training

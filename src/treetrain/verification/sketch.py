@@ -62,14 +62,15 @@ def sketch(gradient: Shaped[Tensor, " ..."], size: int, seed: int) -> Float64[Te
 
 
 @contextmanager
-def gradients_as_they_come(parameters: Sequence[nn.Parameter], take: Take) -> Iterator[None]:
+def gradients_as_they_come(parameters: Sequence[nn.Parameter], take: Take | None = None) -> Iterator[None]:
     """Inside the block, give every gradient to `take` as soon as a backward has added it to ``.grad``, and free it.
 
     ``.grad`` is None at the start of the block and restored after it; no hook of the parameters runs.
     """
 
     def arrived(number: int, parameter: Tensor) -> None:
-        take(number, parameter)  # type: ignore[arg-type]
+        if take is not None:
+            take(number, parameter)  # type: ignore[arg-type]
         parameter.grad = None
 
     with gradients_aside(parameters):
@@ -85,28 +86,30 @@ def gradients_as_they_come(parameters: Sequence[nn.Parameter], take: Take) -> It
                 handle.remove()
 
 
-def sketches_of(
-    parameters: Sequence[nn.Parameter], run: Callable[[], object], size: int, *, streamed: bool = False
-) -> list[Float64[Tensor, " _"]]:
-    """Sketches of the gradients that a call adds to ``.grad``, which is restored; zeros where it adds none.
+@contextmanager
+def sketched(parameters: Sequence[nn.Parameter], size: int, *, streamed: bool = False) -> Iterator[list[Tensor]]:
+    """Sketch the gradients that a block adds to ``.grad``, which is restored.
 
     Args:
         size: the most numbers for each parameter.
-        streamed: sketch and free each gradient as it comes, so that they are never held together. For calls in which
+        streamed: sketch and free each gradient as it comes, so that they are never held together. For blocks in which
             most parameters get theirs once; a later one is added. Otherwise all gradients are held until the end.
+
+    Yields:
+        A list that has a sketch of each parameter's gradient after the block; zeros where it adds none.
     """
     sketches: dict[int, Tensor] = {}
+    by_number: list[Tensor] = []
 
     def take(number: int, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
-            made, parameter.grad = sketch(parameter.grad, size, number), None
-            sketches[number] = sketches[number] + made if number in sketches else made
+            own, parameter.grad = sketch(parameter.grad, size, number), None
+            sketches[number] = sketches[number] + own if number in sketches else own
 
     with gradients_as_they_come(parameters, take) if streamed else gradients_aside(parameters):
-        run()
+        yield by_number
         for number, parameter in enumerate(parameters):  # an engine's buffers go into .grad without autograd
             take(number, parameter)
-    return [
-        sketches[number] if number in sketches else p.new_zeros(min(p.numel(), size), dtype=torch.float64)
-        for number, p in enumerate(parameters)
-    ]
+    for number, p in enumerate(parameters):
+        zeros = p.new_zeros(min(p.numel(), size), dtype=torch.float64)
+        by_number.append(sketches.get(number, zeros))

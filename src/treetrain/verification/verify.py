@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.executor import gradients_of
+from treetrain.engine.executor import gradients_aside
 from treetrain.engine.loss import Loss, as_loss, needs_logprobs
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
@@ -30,7 +30,7 @@ from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.token_tree import TokenTree
-from treetrain.verification.sketch import sketch_size, sketches_of
+from treetrain.verification.sketch import sketch_size, sketched
 
 T = TypeVar("T")
 Scores = tuple[
@@ -227,18 +227,15 @@ class PlainModel:
         Args:
             size: return sketches of at most this many numbers; None: the gradients.
         """
-        returned: list[T] = []
-
-        def run() -> None:
-            returned.append(call())
-
         parameters = list(self.trained)
         if size is not None:
-            found: Iterable[Tensor] = sketches_of(parameters, run, size)
+            with sketched(parameters, size) as gradients:
+                returned = call()
         else:
-            left = gradients_of(parameters, run)
-            found = [torch.zeros_like(p) if grad is None else grad.detach() for p, grad in zip(parameters, left)]
-        return returned[0], dict(zip(self.trained.values(), found))
+            with gradients_aside(parameters) as left:
+                returned = call()
+            gradients = [torch.zeros_like(p) if grad is None else grad.detach() for p, grad in zip(parameters, left)]
+        return returned, dict(zip(self.trained.values(), gradients))
 
     def accumulate_gradients(self, rows: Sequence[Trajectory], loss: Loss, normaliser: float) -> float:
         """Add a step's gradients to ``.grad``; returns its loss."""
