@@ -134,7 +134,8 @@ class FirstStep:
             scores: log-probabilities [B, L - 1], 0 where nothing is predicted; or rewards.
             scored: runs backward after the scores.
         """
-        self._tree_scores, self._tree_loss = scores.detach(), getattr(output, "loss", None)
+        self._tree_scores = scores.detach()
+        self._tree_loss = output.loss.detach() if self._seam == "loss" else None
         self._backward(self._objective(scores, output))
         with torch.autocast(self.device.type, enabled=False):
             scored.backward(sync=False)
@@ -169,7 +170,9 @@ class FirstStep:
             gradients=relative_error(tree, plain),
             worst=worst,
             worst_kind=kind,
-            losses=None if self._plain_loss is None else (float(self._plain_loss), float(self._tree_loss.detach())),
+            losses=None
+            if self._plain_loss is None or self._tree_loss is None
+            else (float(self._plain_loss), float(self._tree_loss)),
         )
         logger.info(_judged(difference, self.batch, self._count, dtype, self.device))
         logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
