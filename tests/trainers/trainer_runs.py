@@ -189,6 +189,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     budget: int | None = None,
     evaluate: bool = False,
+    resume: Path | None = None,
     **settings: Any,
 ) -> Run:
     """Train for some steps.
@@ -196,6 +197,7 @@ def train(
     Args:
         build: one of the functions below.
         shared: whether prefixes are shared.
+        resume: a checkpoint to go on from.
         settings: of the trainer's arguments, and `KINDS`.
     """
     common = {
@@ -221,7 +223,7 @@ def train(
     if shared:
         assert tt.share_prefixes(trainer, budget) is trainer
     with double() if dtype is torch.float64 else contextlib.nullcontext():
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         if evaluate:
             trainer.evaluate()
     weights = {name: p.detach() for name, p in trainer.model.named_parameters() if name in before}
