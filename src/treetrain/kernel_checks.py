@@ -6,11 +6,13 @@ is passed over, with one warning, and the next one takes its place.
 """
 
 import logging
+import math
 import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -74,7 +76,17 @@ def _failure(errors: Callable[[], dict[str, float]], limit: float) -> str | None
     return f"is off in {', '.join(wrong)} (relative; at most {limit:g})" if wrong else None
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """|found - expected| / |expected|, in float64."""
-    wide = expected.double()
-    return float((found.double() - wide).norm() / wide.norm().clamp_min(torch.finfo(torch.float64).tiny))
+def relative_error(found: Tensor | Iterable[Tensor], expected: Tensor | Iterable[Tensor]) -> float:
+    """|found - expected| / |expected| in float64, of one tensor or of several together.
+
+    The error is infinite if the expected tensors are 0 and those found are not.
+    """
+    difference = total = 0.0
+    both = ([x] if isinstance(x, Tensor) else x for x in (found, expected))
+    for a, b in zip(*both, strict=True):
+        wide = b.double()
+        difference += float((a.double() - wide).square().sum())
+        total += float(wide.square().sum())
+    if total == 0:
+        return math.inf if difference else 0.0
+    return (difference / total) ** 0.5

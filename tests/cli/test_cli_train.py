@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +96,10 @@ def config_file(token_file, model_folder, tmp_path) -> Path:
 
 
 def test_a_yaml_file_says_everything_and_flags_outweigh_it(treetrain, config_file, tmp_path) -> None:
-    assert treetrain("train", config_file, "--max_steps", "3", "--ema_decay", "0.5").code == 0
+    assert treetrain("train", config_file, "--max_steps", "3").code == 0
     out = tmp_path / "out"
     assert len(logged(out, "approx_kl")) == 3
     assert (out / "adapter_model.safetensors").is_file() and not (out / "model.safetensors").exists()
-    assert (out / "ema" / "adapter_model.safetensors").is_file()
     arguments = torch.load(out / "training_args.bin", weights_only=False)
     assert arguments.learning_rate == 1e-5 and arguments.loss_kwargs == {"clip": 0.1}
 
@@ -112,28 +109,21 @@ def test_resume_from_checkpoint_false_begins_anew(treetrain, token_file, model_f
     assert treetrain(*argv, "--resume_from_checkpoint", "false").code == 0
 
 
-BOMB = "\n".join(["a: &a x", *(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in pairwise("abcdefghijkl"))])
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"model: tiny\nseed: 1\nmodel: small", "run.yaml: 'model' is there twice, in lines 1 and 3"),
         (b"lora: {r: 1, r: 2}", "run.yaml: 'r' is there twice, in lines 1 and 1"),
-        (BOMB.encode(), "run.yaml line 2: *a stands for another value; write that value out"),
-        (b"a: " + b"[" * 100_000, "run.yaml line 1: values are nested deeper than 8 levels"),
-        (b"a: " + b"{b: " * 5000, "run.yaml line 1: values are nested deeper than 8 levels"),
         ("model: tiny".encode("utf-16"), "run.yaml: byte 0 is not UTF-8; save the file as UTF-8"),
         (b"model: \xff", "run.yaml: byte 7 is not UTF-8"),
         (b"model: !!python/object/apply:os.system [touch ran]", "could not determine a constructor"),
-        (b"# " + b"x" * (1 << 19), "run.yaml: has more than 262,144 characters"),
     ],
 )
-def test_a_hostile_yaml_file_is_refused_in_one_line_at_once(treetrain, tmp_path, content, message) -> None:
-    path, begun = tmp_path / "run.yaml", time.monotonic()
+def test_a_wrong_yaml_file_is_refused_in_one_line_and_runs_no_code(treetrain, tmp_path, content, message) -> None:
+    path = tmp_path / "run.yaml"
     path.write_bytes(content)
     assert message in treetrain("train", path, "--use_cpu", "true").error
-    assert time.monotonic() - begun < 10 and not (tmp_path / "ran").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("metric", ["nll", "eval_loss", "trained_tokens"])

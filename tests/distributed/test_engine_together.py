@@ -22,7 +22,7 @@ from treetrain.testing.contract import PureFloat64
 
 DISAGREEMENTS = {
     "temperature": ("differ in the temperature: rank 0 has 1.0, rank 1 0.5", "rank 1 0.5"),
-    "loss": ('differ in loss: rank 0 has "SFTLoss', "PolicyLoss"),
+    "loss": ('differ in loss: rank 0 has "SFTLoss', "PPOLoss"),
     "frozen": ("differ in the weights' shapes and kinds", "differ in the weights' shapes and kinds"),
     "normaliser": ("differ in a normaliser: rank 0 has None, rank 1 3.0", "rank 1 3.0"),
     "call": ("differ in the call: rank 0 has 'forward_backward', rank 1 'router_balance'", "'router_balance'"),

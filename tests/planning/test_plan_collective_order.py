@@ -70,8 +70,8 @@ def test_every_way_computes_all_that_is_trained_within_the_budget(rows, budget):
         assert all((way.tree.tokens[way.tree.path(k)] == tree.tokens[tree.path(k)]).all() for k in range(len(rows)))
         assert way.plan.layout.edge_tokens.tolist() == trained(way.tree).edge_tokens.tolist()
         assert way.tree.trained_edges()[0].sum() == tree.trained_edges()[0].sum()
-        if way.name.endswith("runs"):
-            assert not way.plan.is_inner.any(), "a run is a part of its own"
+        if way.name.endswith("ranges"):
+            assert not way.plan.is_inner.any(), "a range is a part of its own"
             assert way.plan.num_parts <= int(way.name.split()[0])
 
 

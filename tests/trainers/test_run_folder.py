@@ -92,7 +92,6 @@ FOREIGN: dict[str, list[str]] = {
     "model": ["config.json"],
     "adapter": ["adapter_config.json"],
     "readme": ["README.md"],
-    "averages": ["ema/notes"],
     "own name": [".treetrain/notes"],
     "own name as a file": [".treetrain"],
 }

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Qwen3ForCausalLM, TrainerCallback
+from transformers import EarlyStoppingCallback
 
 from support.models import VOCAB, make_model
 from support.tree_runs import (
@@ -22,7 +22,7 @@ from support.tree_runs import (
 )
 from treetrain import losses
 from treetrain.trainers.groups import StepSampler
-from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
+from treetrain.trainers.tree_trainer import TreeTrainer
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 RUNS = {
@@ -294,26 +294,6 @@ def test_a_loss_of_the_users_own_can_be_trained() -> None:
     sft = run(small_model(torch.float64), branching_rows(), max_steps=3, options={"loss": losses.sft()})
     assert steps(own)[-1]["mine"] == 1.0
     assert error([s["loss"] for s in steps(own)], [s["loss"] for s in steps(sft)]) < 1e-12
-
-
-def test_the_average_follows_its_formula_and_is_saved_as_a_model(tmp_path) -> None:
-    seen: list[dict[str, np.ndarray]] = []
-
-    class Weights(TrainerCallback):
-        def on_train_begin(self, args, state, control, *, model, **_):
-            seen.append(weights(model))
-
-        def on_step_end(self, args, state, control, *, model, **_):
-            seen.append(weights(model))
-
-    average = WeightAverage(0.8)
-    run(small_model(), branching_rows(), max_steps=4, folder=tmp_path, options={"callbacks": [average, Weights()]})
-    expected = seen[0]
-    for step in seen[1:]:
-        expected = {name: 0.8 * value + 0.2 * step[name] for name, value in expected.items()}
-    saved = weights(Qwen3ForCausalLM.from_pretrained(tmp_path / "ema"))
-    assert max(error(saved[name], expected[name]) for name in expected) < 1e-6
-    assert max(error(saved[name], seen[-1][name]) for name in expected) > 1e-3
 
 
 def test_bfloat16_is_autocast_that_ends_with_the_step() -> None:

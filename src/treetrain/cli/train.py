@@ -18,8 +18,6 @@ SUMMARY = (
     "transformers.TrainingArguments are known, and mean what they mean there. On several processes: torchrun "
     "--nproc-per-node 8 -m treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --output_dir out --fsdp"
 )
-YAML_CHARACTERS = 1 << 18
-YAML_DEPTH = 8
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,7 +74,6 @@ def make_parser() -> Any:
     parser.option("ref_model", "The reference policy; not given: the model as it is before training.")
     text = """Train an adapter: options of peft.LoraConfig as JSON, '{"r": 16, "lora_alpha": 32}'."""
     parser.option("lora", text, type=json_object)
-    parser.option("ema_decay", "Keep a moving average of the weights, and save it as a model too (0.999).", type=float)
     text = "Stop after so many evaluations without a better metric_for_best_model."
     parser.option("early_stopping_patience", text, type=at_least(1))
     return parser
@@ -97,25 +94,12 @@ def read_yaml(path: str) -> Any:
     """The value of a YAML file of plain values.
 
     Raises:
-        ValueError: no YAML, no UTF-8, a key that is there twice, nesting deeper than any setting, or an alias, since
-            aliases can stand for more than fits in memory.
+        ValueError: no YAML, no UTF-8, or a key that is there twice.
     """
     import yaml
 
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text, depth = file.read(YAML_CHARACTERS + 1), 0
-        if len(text) > YAML_CHARACTERS:
-            raise ValueError(
-                f"{path}: has more than {YAML_CHARACTERS:,} characters; give names of arguments and values"
-            )
-        for event in yaml.parse(text, yaml.SafeLoader):
-            line = event.start_mark.line + 1
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > YAML_DEPTH:
-                raise ValueError(f"{path} line {line}: values are nested deeper than {YAML_DEPTH} levels")
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"{path} line {line}: *{event.anchor} stands for another value; write that value out")
+        text = Path(path).read_text(encoding="utf-8-sig")
         _check_keys(yaml.compose(text, yaml.SafeLoader), path)
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -143,7 +127,11 @@ def _check_keys(node: Any, path: str) -> None:
 
 
 def _words(path: str) -> list[str]:
-    """The names and values of a YAML file as command-line words; see `read_yaml` for errors."""
+    """The names and values of a YAML file as command-line words; see `read_yaml` for errors.
+
+    As words they are converted and checked like flags. `HfArgumentParser.parse_yaml_file` passes values as YAML reads
+    them, so that `learning_rate: 1e-5` is a text, and it knows none of the options beside `TreeArguments`.
+    """
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no names with values; give lines such as `learning_rate: 1e-5`")
@@ -180,7 +168,7 @@ def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
     from treetrain.data.chat import chat_template_text
     from treetrain.errors import DataError
     from treetrain.models.loading import load_model, load_tokenizer
-    from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
+    from treetrain.trainers.tree_trainer import TreeTrainer
 
     metric, when = arguments.metric_for_best_model, getattr(arguments.eval_strategy, "value", "no")
     if when != "no" and not options.eval_data:
@@ -201,8 +189,6 @@ def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
     model = load_model(options.model, seed=arguments.seed)
     model.config.name_or_path = options.model
     callbacks: list[Any] = []
-    if options.ema_decay is not None:
-        callbacks.append(WeightAverage(options.ema_decay))
     if options.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(options.early_stopping_patience))
     adapter = None

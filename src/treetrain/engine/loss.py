@@ -157,9 +157,14 @@ class LossProtocol(Protocol):
         ...
 
 
-def numeric(default: float | None, *, high: float = sys.float_info.max, positive: bool = False) -> Any:
+def numeric(default: Any, *, high: float = sys.float_info.max, positive: bool = False) -> Any:
     """The field of an option that is a number from 0 (or above 0, if positive) to `high`."""
     return field(default=default, metadata={"high": high, "positive": positive})
+
+
+def fixed(value: Any) -> Any:
+    """The field of an option that a subclass does not offer."""
+    return field(default=value, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

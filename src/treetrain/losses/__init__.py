@@ -7,11 +7,10 @@ GRPO, DAPO, Dr. GRPO and GSPO as presets.
 """
 
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Literal, ParamSpec
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from treetrain.engine.loss import (
     add_metrics,
     describe,
     extremes,
+    fixed,
     mean_metrics,
     numeric,
     require_nonnegative_weights,
@@ -61,8 +61,7 @@ __all__ = [
     "value",
 ]
 
-REQUIRED = inspect.Parameter.empty
-"""Marks an option without a default."""
+Surrogate = Literal["logprob", "clipped", "clipped sequence"]
 
 # ---- divergences from sampled tokens alone
 
@@ -196,7 +195,7 @@ sft, distill, value = SFTLoss, DistillLoss, ValueLoss
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss(Loss):
-    """All policy losses in one class. `ppo`, `grpo` and the others are presets that show only the options they use.
+    """All policy losses in one class. `ppo`, `grpo` and the others are presets that offer only the options they use.
 
     The loss of a token is a policy term, corrected for the sampler's numerics, + kl * KL(policy || reference) - entropy
     * entropy of the policy + value_coefficient * value loss.
@@ -207,7 +206,7 @@ class PolicyLoss(Loss):
     is the effective share of the tokens), importance_capped (the share above the cap), rollout_kl = KL(rollout || old).
     """
 
-    surrogate: Literal["logprob", "clipped", "clipped sequence"] = "clipped"
+    surrogate: Surrogate = "clipped"
     """-A l; -min(r A, clip(r) A); or the same with the row's ratio, exp(mean of l - old over its tokens)."""
     clip: float = numeric(0.2, high=1.0)
     """The ratio is clipped to 1 - clip and 1 + clip."""
@@ -356,79 +355,62 @@ def _mean_of_row(per_prediction: Float[Tensor, " T"], facts: Facts) -> Float[Ten
     return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
 
 
-P = ParamSpec("P")
-
-
-def _preset(
-    options: Callable[P, PolicyLoss], *hidden: str, **defaults: Any
-) -> Callable[[Callable[..., PolicyLoss]], Callable[P, PolicyLoss]]:
-    """Give a function the options of `PolicyLoss`, with defaults of its own and without the hidden ones.
-
-    Args:
-        options: PolicyLoss, whose parameters the function gets.
-        hidden: options to leave out. `surrogate` is always left out, `length` unless it is in `defaults`.
-        defaults: the function's defaults; `REQUIRED` for an option that must be given.
-    """
-    hidden = (*hidden, "surrogate", *(() if "length" in defaults else ("length",)))
-    parameters = inspect.signature(options).parameters.values()
-    shown = [p.replace(default=defaults.get(p.name, p.default)) for p in parameters if p.name not in hidden]
-    signature = inspect.Signature(shown, return_annotation=PolicyLoss)
-    given = {name: default for name, default in defaults.items() if default is not REQUIRED}
-
-    def preset(function: Callable[..., PolicyLoss]) -> Callable[P, PolicyLoss]:
-        @functools.wraps(function)
-        def make(*args: P.args, **options: P.kwargs) -> PolicyLoss:
-            try:
-                signature.bind(*args, **options)
-            except TypeError as error:
-                raise TypeError(f"losses.{function.__name__}: {error}") from None
-            return function(**(given | options))
-
-        make.__signature__ = signature  # type: ignore[attr-defined]
-        return make
-
-    return preset
-
-
-@_preset(PolicyLoss, "clip", "clip_low", "clip_high", "on_policy", surrogate="logprob")
-def reinforce(**options: Any) -> PolicyLoss:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforceLoss(PolicyLoss):
     """The score-function loss -A l (Williams 1992). It assumes that the present policy sampled the rows.
 
     Reduction "token" is the policy gradient, a sum over tokens, up to one factor for the whole step; "trajectory"
     divides each trajectory's sum by its length. With value_coefficient it is advantage actor-critic.
     """
-    return PolicyLoss(**options)
+
+    surrogate: Surrogate = fixed("logprob")
+    clip: float = fixed(0.2)
+    clip_low: float | None = fixed(None)
+    clip_high: float | None = fixed(None)
+    on_policy: bool = fixed(False)
+    length: float | None = fixed(None)
 
 
-@_preset(PolicyLoss)
-def ppo(**options: Any) -> PolicyLoss:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PPOLoss(PolicyLoss):
     """The clipped surrogate -min(r A, clip(r) A) of PPO (arXiv 1707.06347, eq. 7), the mean over time steps."""
-    return PolicyLoss(**options)
+
+    surrogate: Surrogate = fixed("clipped")
+    length: float | None = fixed(None)
 
 
-@_preset(PolicyLoss, reduction="trajectory")
-def grpo(**options: Any) -> PolicyLoss:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOLoss(PolicyLoss):
     """GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3): the clipped surrogate on group advantages.
 
     The caller gives the advantages: rewards normalised within the group, see `treetrain.group_advantages`. The KL is
     part of the loss, not of the reward. It is the mean over an answer's tokens, then over answers, as in the paper.
     """
-    return PolicyLoss(**options)
+
+    reduction: Reduction = "trajectory"
+    surrogate: Surrogate = fixed("clipped")
+    length: float | None = fixed(None)
 
 
-@_preset(PolicyLoss, "clip", "reduction", clip_low=0.2, clip_high=0.28)
-def dapo(**options: Any) -> PolicyLoss:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DAPOLoss(PolicyLoss):
     """DAPO (arXiv 2503.14476, eq. 8): the clipped surrogate on group advantages, with a higher upper bound.
 
     It is the mean over all tokens of the step, so long answers count by their length. The rest of the method concerns
     the data: groups whose rewards are all equal are left out or sampled again, and truncated answers get
     loss_weights=0 or a lower reward.
     """
-    return PolicyLoss(**options)
+
+    reduction: Reduction = fixed("token")
+    surrogate: Surrogate = fixed("clipped")
+    clip: float = fixed(0.2)
+    clip_low: float | None = numeric(0.2, high=1.0)
+    clip_high: float | None = numeric(0.28, high=math.inf)
+    length: float | None = fixed(None)
 
 
-@_preset(PolicyLoss, "reduction", length=REQUIRED)
-def dr_grpo(**options: Any) -> PolicyLoss:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DrGRPOLoss(PolicyLoss):
     """GRPO done right (arXiv 2503.20783, section 3): no division by an answer's length, nor by a group's deviation.
 
     The loss is the sum over all weighted tokens of the clipped surrogate (and of KL and entropy), divided by the number
@@ -436,11 +418,14 @@ def dr_grpo(**options: Any) -> PolicyLoss:
     Advantages should be rewards minus the group's mean, not divided by its standard deviation: `group_advantages(...,
     divide_by_std=False)`. Metrics are means over tokens.
     """
-    return PolicyLoss(**options)
+
+    reduction: Reduction = fixed("token")
+    surrogate: Surrogate = fixed("clipped")
+    length: float | None = numeric(dataclasses.MISSING, positive=True)
 
 
-@_preset(PolicyLoss, "clip", "reduction", clip_low=3e-4, clip_high=4e-4, surrogate="clipped sequence")
-def gspo(**options: Any) -> PolicyLoss:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GSPOLoss(PolicyLoss):
     """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 to 7): -min(s A, clip(s) A), the mean over rows.
 
     s = exp(sum of w (l - old) / sum of w) over the row's tokens, w being the loss weights: the likelihood ratio of
@@ -448,8 +433,17 @@ def gspo(**options: Any) -> PolicyLoss:
     much narrower than a token's, since s is a mean; the defaults are the paper's (section 5.1). The metrics ratio and
     clip_fraction are those of rows.
     """
-    return PolicyLoss(reduction="trajectory", **options)
 
+    reduction: Reduction = fixed("trajectory")
+    surrogate: Surrogate = fixed("clipped sequence")
+    clip: float = fixed(0.2)
+    clip_low: float | None = numeric(3e-4, high=1.0)
+    clip_high: float | None = numeric(4e-4, high=math.inf)
+    length: float | None = fixed(None)
+
+
+reinforce, ppo, grpo = ReinforceLoss, PPOLoss, GRPOLoss
+dapo, dr_grpo, gspo = DAPOLoss, DrGRPOLoss, GSPOLoss
 
 # ---- direct preference optimisation
 
@@ -567,7 +561,7 @@ def by_name(name: str, **options: Any) -> Loss:
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; {nearest(unknown[0], known)}")
-    missing = [option for option, has in known.items() if has.default is REQUIRED and option not in options]
+    missing = [option for option, has in known.items() if has.default is has.empty and option not in options]
     if missing:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}, which has no default")
     return LOSSES[name](**options)

@@ -1,23 +1,31 @@
-"""The common order in which ranks call the model under FSDP, and plans with little waiting in that order.
+"""The common order in which ranks call the model under FSDP, and plans that make ranks wait little in that order.
 
-Under FSDP every call of the model is a collective, so all ranks go through one sequence of passes. A rank whose next
-pass is of another kind runs a pass over a single token with no effect, and waits for the slowest rank.
+Under FSDP every call of the model is a collective, so all ranks go through one sequence of passes. If a rank's next
+pass is of another kind, the rank runs a pass over a single token with no effect, and waits for the slowest rank.
 
     rank 0    F  F  B  .  B        F forward, B backward, P prefill,
     rank 1    F  .  B  F  B        . a pass over one token
 
-Why it is correct: the order only takes the next pass of a rank, so it contains every rank's own sequence.
-Prefills and forwards come before backwards; of the two, the kind that more ranks have next. A backward comes when it is
-the next pass of every rank that has passes left, so a rank without a backward of its own has finished then. Up to there
-the order has more forwards than backwards, so this rank still has the graph of a one-token forward for its backward.
+Why it is correct: the order only ever takes the next pass of a rank, so it contains each rank's own sequence.
+Prefills and forwards come before backwards. Between a prefill and a forward, the kind that more ranks have next comes
+first. A backward comes when it is the next pass of every rank that has passes left. A rank without a backward of its
+own has then finished. Up to there the order has more forwards than backwards, so this rank still has the graph of a
+one-token forward for its backward.
 
 Ranks with equal work still wait if their parts differ in size or order. So each rank offers several candidates, all
-within its budget: its own plan, plans under smaller budgets, and *runs*: its rows cut into a few contiguous ranges of
-equal predicted time that share nothing. Each run is one part, so every rank's sequence is forward, backward, forward,
-backward. A path that two runs need is computed twice; this can cost less than waiting. The ranks choose the combination
-of candidates whose common order is the fastest found. The search is deterministic, so all ranks make the same choice.
+within its budget:
+
+    its own plan
+    plans under smaller budgets, whose parts have other sizes
+    ranges: its rows cut into contiguous ranges of about equal predicted time, as few as fit as one part each, or more
+
+Ranges share nothing, so a path that two of them need is computed twice. But the sequence of every rank is then forward,
+backward, forward, backward, in passes of about the same time, and this can save more waiting than it costs. The ranks
+choose the combination of candidates whose common order is the fastest found. The search is deterministic, so all ranks
+make the same choice.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -37,12 +45,15 @@ Kind = Literal["prefill", "forward", "backward"]
 KINDS: dict[str, Kind] = {"P": "prefill", "F": "forward", "B": "backward"}
 SMALLER = (0.85, 0.7, 0.55)
 """Plans are also offered for these fractions of the budget, to get parts of other sizes."""
-RUNS_OFFERED, RUNS_WITHIN = 3, 1.5
-"""How many run counts are offered, from the smallest that fits, and how far the search goes, as a factor of it."""
+RANGES_OFFERED = 3
+"""How many numbers of ranges are offered, from the fewest that fit: with more ranges ranks may match better."""
+MOST_RANGES = 1.5
+"""How far the number of ranges may exceed the tokens divided by the budget, as a factor. Ranges whose rows share a long
+path compute it several times, so the smallest number may not fit."""
 MOST_PARTS = 512
 """A plan with more parts gets no alternatives: over so many passes the ranks' differences even out."""
 _STEPS = 400_000
-"""Bound on the passes examined in `choose`, which keeps its time below a second."""
+"""The passes that `choose` looks at before it stops, which takes less than a second."""
 
 
 class Turn(NamedTuple):
@@ -58,7 +69,7 @@ class Candidate(NamedTuple):
 
     plan: Plan
     tree: TokenTree
-    """The tree of the plan's layout: the rank's rows, where rows of different runs share nothing."""
+    """The tree of the plan's layout: the rank's rows, where rows of different ranges share nothing."""
     name: str
     """Candidates of one kind have the same name on all ranks."""
 
@@ -108,14 +119,14 @@ def candidates(
     apart: bool = True,
     free_bytes: float | None = None,
 ) -> list[Candidate]:
-    """List the ways to run a rank's rows within the plan's budget. The first is one part if that fits, else the plan.
+    """List the ways to compute a rank's rows within the plan's budget: first in one part if that fits, else the plan.
 
     Args:
         tree: the tree of the rank's rows.
         plan: a plan from `make_plan`; any other plan gets no alternatives.
         lay_out: returns the layout to compute for a tree of these rows.
         whole_rows: whether the layout has all predictions, not only the trained ones.
-        apart: whether rows may be cut into runs that share nothing.
+        apart: whether rows may be cut into ranges that share nothing.
         free_bytes: free bytes of the device, for a plan without a budget; None means as much as the plan needs.
     """
     purpose, layout = plan.purpose, plan.layout
@@ -129,16 +140,18 @@ def candidates(
     own = Candidate(largest_first(plan, cost), tree, "as planned")
     if plan.num_parts == 1 or plan.num_parts > MOST_PARTS:
         return [own]
-    room, limit = _room(plan, purpose, free_bytes)
-    if layout.num_tokens <= room:
+    budget, limit = _limits(plan, purpose, free_bytes)
+    if layout.num_tokens <= budget:
         whole = within(layout.num_tokens)
         if limit is None or cost.peak_bytes(whole) <= limit:
             return [Candidate(whole, tree, "whole"), own]
     others = [
-        Candidate(largest_first(within(max(1, int(room * share))), cost), tree, f"{share} of the budget")
+        Candidate(largest_first(within(max(1, int(budget * share))), cost), tree, f"{share} of the budget")
         for share in SMALLER
     ]
-    others += _in_runs(tree, room, lay_out, purpose, whole_rows=whole_rows) if apart else []
+    if apart:
+        ranges = _in_ranges(tree, budget, lay_out, purpose, whole_rows=whole_rows)
+        others += itertools.islice(ranges, RANGES_OFFERED)
     return [own, *(other for other in others if limit is None or cost.peak_bytes(other.plan) <= limit)]
 
 
@@ -204,8 +217,8 @@ def largest_first(plan: Plan, cost: Costs) -> Plan:
     )
 
 
-def _room(plan: Plan, purpose: Purpose, free_bytes: float | None) -> tuple[int, float | None]:
-    """Tokens that may be alive at once, and the limit in bytes if the budget is not in tokens."""
+def _limits(plan: Plan, purpose: Purpose, free_bytes: float | None) -> tuple[int, float | None]:
+    """The tokens that may be alive at once, and the bytes if the budget is not in tokens."""
     budget, cost = purpose.budget, purpose.cost
     if isinstance(budget, int):
         return budget, None
@@ -218,29 +231,27 @@ def _room(plan: Plan, purpose: Purpose, free_bytes: float | None) -> tuple[int, 
     return within_bytes(plan.layout, cost, Bytes(int(limit)))[1], limit
 
 
-def _in_runs(
+def _in_ranges(
     tree: TokenTree,
-    room: int,
+    budget: int,
     lay_out: Callable[[TokenTree], PackedLayout],
     purpose: Purpose,
     *,
     whole_rows: bool,
 ) -> Iterator[Candidate]:
-    """The rows cut into the fewest runs that fit, and into a few more; each run is one part."""
-    fewest = max(2, math.ceil(lay_out(tree).num_tokens / room))
-    balancer, offered = Balancer(tree, purpose.cost, whole_rows=whole_rows), 0
-    for runs in range(fewest, math.ceil(RUNS_WITHIN * fewest) + RUNS_OFFERED):
-        divided = balancer.over(runs)
-        if divided.tokens.max() > room:
+    """The rows cut into contiguous ranges that each fit as one part, from the fewest ranges on."""
+    fewest = max(2, math.ceil(lay_out(tree).num_tokens / budget))
+    balancer = Balancer(tree, purpose.cost, whole_rows=whole_rows)
+    for ranges in range(fewest, math.ceil(MOST_RANGES * fewest) + RANGES_OFFERED):
+        divided = balancer.over(ranges)
+        if divided.tokens.max() > budget:
             continue
-        run_of_row = divided.rank_of
-        apart = build_tree(list(tree.trajectories), apart=run_of_row)
+        range_of_row = divided.rank_of
+        apart = build_tree(list(tree.trajectories), apart=range_of_row)
         layout = lay_out(apart)
-        order = np.argsort(apart.trajectory_last, kind="stable")
-        row_through = order[np.searchsorted(apart.trajectory_last[order], layout.tree_index)]  # each token's first row
-        _, part_of = np.unique(run_of_row[row_through], return_inverse=True)
+        # A token belongs to one range, so that of the first row through it is its own.
+        rows = np.argsort(apart.trajectory_last, kind="stable")
+        first_row = rows[np.searchsorted(apart.trajectory_last[rows], layout.tree_index)]
+        _, part_of = np.unique(range_of_row[first_row], return_inverse=True)
         plan = replace(Plan.of_parts(layout, part_of), purpose=purpose)
-        yield Candidate(largest_first(plan, purpose.cost), apart, f"{runs} runs")
-        offered += 1
-        if offered == RUNS_OFFERED:
-            return
+        yield Candidate(largest_first(plan, purpose.cost), apart, f"{ranges} ranges")

@@ -42,10 +42,6 @@ _Item = tuple[int, int]  # an item to pack: number of tokens, and its piece or (
 
 PREFILL_BUDGETS = 4
 """A prefill may have this many times the budget in tokens: its KV cache is small compared with a graph."""
-_LARGER = (0.5, 0.25, 0.75)
-"""Sizes tried: these fractions of the way from the largest size that keeps all inner tokens to the leaf size limit."""
-_SMALLER = (0.5, 0.75, 0.25)
-"""Smaller sizes tried, as fractions of that largest one: kept parts grow, and leaves pack better."""
 _NEAR, _LITTLE = 0.02, 0.1
 """Plans within `_NEAR` of the fastest count as equally fast; one that recomputes at most `_LITTLE` more than the least
 possible is then preferred."""
@@ -106,9 +102,9 @@ def _fastest(cutter: "_Cutter", seconds: Seconds) -> Plan:
     all_kept, target, tokens = cutter.largest_small(), cutter.target, cutter.layout.num_tokens
     if not cutter.is_big.any():
         return cutter.plan(all_kept)
-    sizes = [all_kept]
-    sizes += [all_kept + ((target - all_kept) * share).astype(np.int64) for share in _LARGER]
-    sizes += [(all_kept * share).astype(np.int64) for share in _SMALLER]
+    # Larger small subtrees make fewer parts but leave no room to keep all inner tokens. Smaller ones make kept parts
+    # grow, and pack better. Further sizes between these gained nothing (docs/log.md).
+    sizes = [all_kept, (all_kept + target) // 2, all_kept // 2]
     cut_segments = int(((cutter.too_tall > 0) | cutter.in_big).sum())
     tries = min(_SEGMENTS_TRIED // max(1, cut_segments), _TOKENS_TRIED // tokens)
     if cutter.region_size[cutter.is_big].sum() < _NEAR * tokens:

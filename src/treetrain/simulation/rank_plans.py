@@ -33,7 +33,7 @@ def plan_ranks(
 
     Args:
         aligned: whether the ranks run every pass together, as under FSDP; see `collective_order`. A rank's rows may
-            then be cut into runs that share nothing, if that is faster.
+            then be cut into ranges that share nothing, if that is faster.
         balancer: that of the tree, if it has been made.
 
     Raises:

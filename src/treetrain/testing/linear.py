@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.kernel_checks import relative_error as relative_error
 
 Facts = dict[str, Tensor]
 RowLoss = Callable[[Tensor, Tensor, Facts], Tensor]
@@ -58,12 +59,6 @@ def gradients(model: nn.Module, loss: Tensor | None = None, *, retain_graph: boo
     else:
         grads = torch.autograd.grad(loss, parameters, retain_graph=retain_graph, allow_unused=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).double().flatten() for p, g in zip(parameters, grads)])
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """||got - expected|| / ||expected|| (0 where both vanish)."""
-    distance, size = float((got.double() - expected.double()).norm()), float(expected.double().norm())
-    return distance / size if size else distance
 
 
 def rms(errors: Sequence[float]) -> float:

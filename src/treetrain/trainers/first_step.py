@@ -26,11 +26,11 @@ from treetrain.data.trajectory import common_prefix
 from treetrain.engine.costs import compute_dtype, cost_if_countable
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import Scored
+from treetrain.kernel_checks import relative_error
 from treetrain.models.capability import causal_lm
 from treetrain.trainers.batches import IGNORED, TREE_INDEX, Rows, rows_of, tree_of
 from treetrain.tree.stats import linear_work
 from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
-from treetrain.verification.verify import relative_error
 
 logger = logging.getLogger(__name__)
 Seam = Literal["fused", "loss", "rewards"]

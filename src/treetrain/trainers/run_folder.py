@@ -26,7 +26,7 @@ WRITTEN = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.model", "*.jinja"),
     *("config.json", "generation_config.json", "adapter_config.json", "tokenizer*.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*processor_config.json", "trainer_state.json"),
-    *("README.md", "ema"),
+    "README.md",
 )
 """Patterns of names in an output folder that saving a model there overwrites, or deletes as old shards."""
 SYSTEM = (

@@ -9,12 +9,11 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, reduce
 from itertools import islice
 from operator import add
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -44,7 +43,7 @@ from treetrain.models.capability import loaded
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
-from treetrain.trainers.checkpoints import SafeCheckpointsMixin, save_whole
+from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.groups import Call, StepSampler, make_groups, step_loader
 from treetrain.trainers.run_facts import facts_of_loss
 from treetrain.tree.build import as_tree
@@ -639,7 +638,7 @@ class RunningBatch(TrainerCallback):
         self.scores = {fact: {int(n): np.array(one) for n, one in rows.items()} for fact, rows in scores.items()}
 
 
-# ---- Numbers and averages
+# ---- Numbers
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -648,60 +647,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-class WeightAverage(TrainerCallback):
-    """Keeps an exponential moving average of the trained weights in float32, and saves it at the end as a model.
-
-    After every step: average <- decay * average + (1 - decay) * weights. It starts as the weights at the start of
-    training. `SafeCheckpointsMixin` saves it in checkpoints. The model is saved in `ema` in the output folder.
-
-    Args:
-        decay: 0 to below 1; 0.999 looks back about 1000 steps.
-
-    Raises:
-        ValueError: a decay out of this range.
-    """
-
-    def __init__(self, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay is {decay}; give a number from 0 to below 1")
-        self.decay = decay
-        self.values: dict[str, Tensor] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        """Start from the current weights."""
-        self.values = {name: p.detach().to(torch.float32, copy=True) for name, p in _trained(model).items()}
-
-    @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        """Add the weights of this step to the average."""
-        for name, parameter in _trained(model).items():
-            self.values[name].lerp_(parameter.float(), 1 - self.decay)
-
-    @torch.no_grad()
-    def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **given: Any) -> None:
-        """Save the averaged model; the model has the averaged weights only while it is saved."""
-        trained = _trained(model)
-        before = {name: parameter.clone() for name, parameter in trained.items()}
-        _copy(trained, self.values)
-        save_whole(model, Path(args.output_dir, "ema"), given.get("processing_class"), write=args.should_save)
-        _copy(trained, before)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The average by parameter name."""
-        return {"values": self.values}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore an average."""
-        _copy(self.values, state["values"])
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, tensor in into.items():
-        tensor.copy_(values[name])

@@ -24,6 +24,7 @@ from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
 from treetrain.engine.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.errors import UnsupportedModel, expect
+from treetrain.kernel_checks import relative_error
 from treetrain.losses import sft
 from treetrain.models.capability import check_model, loaded
 from treetrain.models.tree_mode import replaced_forward
@@ -331,11 +332,3 @@ class PlainModel:
     def _probabilities(self, row: Trajectory) -> Float[Tensor, "_ experts"]:
         logits = self._model(input_ids=self._ids(row), use_cache=False, output_router_logits=True).router_logits
         return torch.cat([layer.to(logits[0].device) for layer in logits]).softmax(-1)
-
-
-def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """|found - expected| / |expected| over all tensors together; infinite where only the expected ones are 0."""
-    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
-    difference = sum(float((a - b).square().sum()) for a, b in pairs)
-    total = sum(float(b.square().sum()) for _, b in pairs)
-    return (difference / total) ** 0.5 if total else difference and float("inf")
