@@ -102,7 +102,7 @@ def test_shapes_that_disagree_are_named():
         losses.sft().packed(torch.zeros(1), None, facts)
     with pytest.raises(ValueError, match=r"entropies have shape \(2, 1\), the facts 2 predictions"):
         losses.sft().packed(TWO, torch.zeros(2, 1), facts)
-    with pytest.raises(ValueError, match="PPOLoss needs entropies, got None"):
+    with pytest.raises(ValueError, match="ReinforceLoss needs entropies, got None"):
         losses.reinforce(entropy=0.1).packed(TWO, None, facts)
 
 
