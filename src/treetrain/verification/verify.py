@@ -6,7 +6,7 @@ compared by random sums of all their elements (`sketch.py`), so that no two of t
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from operator import add
