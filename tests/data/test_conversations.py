@@ -343,9 +343,12 @@ def test_arrays_documents_compression_tables_and_folders_are_the_same_records(tm
 
 def test_a_broken_array_names_the_line_and_loses_nothing_in_silence(tmp_path):
     for text, message in [
-        ('[{"input_ids": [1]},\n{"input_ids": [2]}', r"broken JSON after line 2 \(expected ',' or '\]'\)"),
+        (
+            '[{"input_ids": [1]},\n{"input_ids": [2]}',
+            r"broken JSON after line 2 \(expected ',', or '\]' at the end of the text\)",
+        ),
         ('[{"input_ids": [1]},\n{"input_ids": [2', "broken JSON after line 1"),
-        ('[{"input_ids": [1]}]\n{"input_ids": [2]}', "more text after the end of the array"),
+        ('[{"input_ids": [1]}]\n{"input_ids": [2]}', r"after line 1 \(expected ',', or '\]' at the end of the text\)"),
         ('[{"input_ids": [1]},\n 3]', "line 2 element 2: a JSON number, expected an object"),
     ]:
         path = tmp_path / "rows.json"

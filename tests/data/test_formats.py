@@ -53,6 +53,7 @@ CONVERSATIONS = {
     "opik.jsonl": ("opik", "calls"),
     "agents-sdk.jsonl": ("agents-sdk", "calls"),
     "spans-openllmetry.jsonl": ("spans", "calls"),
+    "spans-openllmetry-messages.jsonl": ("spans", "calls"),
     "spans-agent-lightning.jsonl": ("spans", "calls"),
     "spans-phoenix.jsonl": ("spans", "calls"),
     "langgraph.json": ("chat", "transcript"),
@@ -109,6 +110,8 @@ def test_every_log_of_the_dialogue_gives_the_tokens_of_its_messages(read, dialog
     tools = dialogue["tools"] if name in WITHOUT_TOOLS else None
     if name in WITHOUT_SYSTEM:
         dialogue["messages"] = dialogue["messages"][1:]
+    if name == "gemini.jsonl":  # its results of functions are objects
+        next(one for one in dialogue["messages"] if one["role"] == "tool")["content"] = '{"result": 4}'
     found = read(name, tools=tools)
     expected = from_messages([dialogue], tokenizer=bytes_tokenizer, chat_template="chatml", view=view).trajectories
     assert found.format == format

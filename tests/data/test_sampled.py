@@ -59,6 +59,23 @@ def test_messages_under_input_and_choices_under_output_are_one_call(read, traine
     assert trained(read(record)) == [TOOL_TEXT]
 
 
+def test_instructions_that_braintrust_logs_beside_the_input_are_the_system_prompt(read, trained, bytes_tokenizer):
+    span = {"span_id": "s", "root_span_id": "s", "span_attributes": {"name": "openai.responses.create", "type": "llm"}}
+    found = read(span | {"input": PROMPT, "output": [ITEMS[2]], "metadata": {"instructions": "be brief", "model": "m"}})
+    assert trained(found) == ["the answer is 4<|im_end|>"]
+    assert "be brief" in bytes_tokenizer.decode(found.trajectories[0].ids)
+
+
+def test_a_span_of_the_agents_sdk_that_has_only_the_id_of_a_response_is_no_row(read):
+    generation = json.loads((SAMPLES / "agents-sdk.jsonl").read_text().splitlines()[1])
+    response = generation | {"span_data": {"type": "response", "response_id": "resp_1", "usage": {"input_tokens": 1}}}
+    found = read(generation, response)
+    assert len(found.trajectories) == 1
+    assert any(note.startswith("an LLM call of which the log has no messages is no row") for note in found.notes)
+    with pytest.raises(DataError, match=r"no rows in 1 records, read as agents-sdk .*of which the log has no messages"):
+        read(response)
+
+
 def test_every_turn_of_an_answer_is_trained_and_results_of_tools_are_not(read, trained):
     record = {"responses_create_params": {"input": PROMPT}, "response": {"output": ITEMS}, "reward": 1.0}
     found = read(record)
@@ -80,7 +97,7 @@ def test_a_summary_of_encrypted_reasoning_is_not_what_the_model_wrote(read, trai
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ([{"type": "web_search_call", "id": "w"}, ITEMS[2]], "item 0 is of type 'web_search_call'; known are message"),
+        ([{"type": "odd_call", "id": "w"}, ITEMS[2]], "item 0 is of type 'odd_call'; known are message"),
         ({"choices": [{"delta": {}}], "object": "x"}, "an answer has the keys 'delta', expected one of content"),
         ({"text": {"a": 1}, "output": 3}, "the response is 3, expected text, choices or messages"),
         ([3], r"the response holds \[3\], expected objects"),

@@ -108,9 +108,30 @@ def test_what_follows_a_compaction_of_codex_is_a_row_and_its_context_is_not_trai
     path.write_text("\n".join(lines))
     first, second = said(read(path))
     assert first[1].endswith("the answer is 4<|im_end|>") and second[1] == "later<|im_end|>" and "kept" in second[0]
-    path.write_text("\n".join([*lines, json.dumps({"type": "response_item", "payload": {"type": "web_search_call"}})]))
-    with pytest.raises(DataError, match="of type 'web_search_call'"):
+    path.write_text("\n".join([*lines, json.dumps({"type": "response_item", "payload": {"type": "odd_call"}})]))
+    with pytest.raises(DataError, match="of type 'odd_call'"):
         read(path)
+
+
+def test_tools_that_codex_runs_are_calls_and_those_of_the_api_are_noted(read, said, tmp_path):
+    lines = [json.loads(one) for one in (SAMPLES / "codex.jsonl").read_text().splitlines()]
+    items = [
+        {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "tool_search_call", "call_id": "c2", "execution": "client", "arguments": {"query": "calendar"}},
+        {"type": "tool_search_output", "call_id": "c2", "status": "completed", "tools": [{"name": "calendar.list"}]},
+        {"type": "custom_tool_call", "call_id": "c3", "name": "apply_patch", "input": "*** Begin Patch"},
+        {"type": "custom_tool_call_output", "call_id": "c3", "output": [{"type": "output_text", "text": "Done!"}]},
+    ]
+    path = tmp_path / "rollout.jsonl"
+    path.write_text(
+        "\n".join(json.dumps(one) for one in [*lines, *({"type": "response_item", "payload": one} for one in items)])
+    )
+    found = read(path)
+    ((text, trained),) = said(found)
+    assert '<tool_call>tool_search_call{"query": "calendar"}</tool_call>' in trained
+    assert '<tool_call>apply_patch"*** Begin Patch"</tool_call>' in trained
+    assert "calendar.list" in text and "Done!" in text and "calendar.list" not in trained and "Done!" not in trained
+    assert any(note.startswith("an item of type web_search_call is not in the row") for note in found.notes)
 
 
 def test_several_sessions_in_a_folder_stay_apart(read, tmp_path):

@@ -225,18 +225,20 @@ def _texts(stream: io.BufferedReader, name: str) -> Found:
     try:
         # An array may be one line of any length.
         array = stream.peek(CHUNK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
-        head = [] if array else list(islice(lines, 2))
+        head: list[tuple[int, bytes]] = []
+        for number, line in islice(lines, 0 if array else 2):
+            head.append((number, line))
         begins = b"".join(line.lstrip()[:1] for _, line in head[:1])
         if array or begins == b"[" or (begins == b"{" and not any(_is_object(line) for _, line in head)):
             text = b""
-            for number, line in head:
-                text += b"\n" * (number - 1 - text.count(b"\n")) + line
+            for place, line in head:
+                text += b"\n" * (place - 1 - text.count(b"\n")) + line
             text += stream.read(max(DOCUMENT_BYTES + 1 - len(text), 0))
             if len(text) > DOCUMENT_BYTES:
                 raise _TooMuch(f"JSON over several lines has more than {DOCUMENT_BYTES:,} bytes; write JSONL")
             if (yield from _documents(text, name)):
                 return
-            head = _lines(io.BytesIO(text))
+            head[:] = _lines(io.BytesIO(text))
         for number, line in chain(head, lines):
             yield f"{name} line {number}", _record(line, "Every line must be one whole JSON object")
     except _TooMuch as error:
@@ -298,9 +300,9 @@ def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataE
         while not (_END_OF_ARRAY if array else _END).match(text, at):
             between = (_COMMA if array and number else _BLANK).match(text, at)
             if between is None:
-                raise ValueError("expected ',' or ']'")
+                raise ValueError("expected ',', or ']' at the end of the text")
+            value, at = _raw_decode(text, between.end())
             line, counted = line + text.count("\n", counted, between.end()), between.end()
-            value, at = _raw_decode(text, counted)
             number += 1
             place = f"{name} line {line}" + (f" element {number}" if array else "")
             try:

@@ -90,7 +90,7 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
             if texts:
                 yield cleaned | {"content": "".join(texts)}
             texts, results = [], results + 1
-            value = first_of(part, "content", "response", "result", "output")
+            value = first_of(part, "content", "response", "result", "output", "tools")
             name = first_of(part, "tool_use_id", "toolUseId", "call_id", "id")
             result = {"role": "tool", "content": _result(value, here, images)}
             yield result if name is None else result | {"tool_call_id": name}

@@ -27,6 +27,7 @@ LANGFUSE = Log(kind="type", calls="^GENERATION$", below="observations", episode=
 BRAINTRUST = Log(
     kind="span_attributes.type",
     calls="^llm$",
+    system=("metadata.instructions",),
     tools=("metadata.tools",),
     model=("metadata.model",),
     episode=("root_span_id",),
@@ -56,7 +57,7 @@ FORMATS = (
     Format("inspect", "eval samples | messages epoch scores", agents.read_inspect),
     Format("toolbench", "answer_generation tree", agents.read_toolbench),
     Format("tree-of-thoughts", "steps.0.new_ys", agents.read_thoughts),
-    Format("claude-code", f"type {SESSIONS}", events.read_claude_code, session=events.of_file),
+    Format("claude-code", SESSIONS, events.read_claude_code, session=events.of_file),
     Format("codex", "type payload", events.read_codex, session=events.of_file),
     Format("openhands", "history instance_id", events.read_openhands),
     Format("openhands-events", EVENTS, events.read_openhands, session=events.of_file),

@@ -26,8 +26,12 @@ ANSWERS = ("choices", "candidates", "generations", "output", "message", "message
 SAID = ("content", "parts", "text", "tool_calls", "function_call", "refusal")
 PARTS = (*TEXT_PARTS, *CALL_PARTS, *REASONING_PARTS)
 MESSAGES_AT = ("messages", "values.messages", "channel_values.messages")
-ITEMS = ("message", "reasoning", "function_call", "custom_tool_call", "local_shell_call")
-RESULT_ITEMS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+ITEMS = ("message", "reasoning", "function_call", "custom_tool_call", "local_shell_call", "tool_search_call")
+RESULT_ITEMS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", "tool_search_output")
+# Tools that the API runs itself, and its compactions: the log does not have what the model wrote or saw of them.
+HOSTED_ITEMS = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call")
+HOSTED_ITEMS += ("mcp_list_tools", "compaction", "context_compaction", "ghost_snapshot")
+ALL_ITEMS = (*ITEMS, *RESULT_ITEMS, *HOSTED_ITEMS)
 
 
 def untrained(messages: Any) -> list[Any]:
@@ -112,7 +116,7 @@ def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
         raise DataError(f"the response holds {quoted(given)}, expected objects")
     if given and all("role" not in one and one.get("type") in PARTS for one in given):
         return [[{"role": "assistant", "content": given}]]
-    if all(one.get("type") not in (*ITEMS, *RESULT_ITEMS) and _answer(one).get("role") in MODEL_ROLES for one in given):
+    if all(one.get("type") not in ALL_ITEMS and _answer(one).get("role") in MODEL_ROLES for one in given):
         return [[_answer(one)] for one in given]
     messages = items_to_messages(given, notes)
     return [messages] if messages else []
@@ -151,9 +155,12 @@ def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
             raise DataError(f"item {number} is {quoted(item)}, expected an object")
         item = unwrapped(item)
         kind = item.get("type", "message")
-        if kind not in (*ITEMS, *RESULT_ITEMS):
+        if kind in HOSTED_ITEMS:
+            notes.add(f"an item of type {kind} is not in the row, since the log lacks what the model saw of it")
+            continue
+        if kind not in ALL_ITEMS:
             if "role" not in item and not isinstance(item.get("content"), str):
-                raise DataError(f"item {number} is of type {quoted(kind)}; known are {', '.join(ITEMS + RESULT_ITEMS)}")
+                raise _unknown(number, kind)
             messages.append(dict(item))  # LangChain's messages have types, too
             continue
         if kind == "message" and "type" not in item:
@@ -166,7 +173,11 @@ def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
         elif kind in RESULT_ITEMS:
             role, content = "user", [dict(item) | {"type": "function_call_output"}]  # its part becomes a tool message
         elif kind != "message":
-            call = {"type": "function_call", "name": item.get("name", kind), "arguments": _input(item)}
+            call = {
+                "type": "function_call",
+                "name": item.get("name", kind),
+                "arguments": first_path(item, "arguments", "action"),
+            }
             content = [dict(item) | call]
         content = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
         last = messages[-1] if messages else {}
@@ -178,6 +189,10 @@ def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
     return messages
 
 
+def _unknown(number: int, kind: Any) -> DataError:
+    return DataError(f"item {number} is of type {quoted(kind)}; known are {', '.join(ITEMS + RESULT_ITEMS)}")
+
+
 def _reasoning(item: Record, notes: Notes) -> list[dict[str, Any]]:
     """The texts of a reasoning item. A summary beside encrypted reasoning is not what the model wrote."""
     texts = objects(item, "content")
@@ -185,12 +200,6 @@ def _reasoning(item: Record, notes: Notes) -> list[dict[str, Any]]:
         notes.add("encrypted reasoning is not in the log, so it is not in the row")
         return []
     return texts or objects(item, "summary")
-
-
-def _input(item: Record) -> Any:
-    if item.get("arguments") is not None:
-        return item["arguments"]
-    return item["action"] if "action" in item else {"input": item.get("input")}
 
 
 def _keys(record: Record) -> str:
@@ -255,8 +264,8 @@ def _sampled_turns(response: Any, known: Record, notes: Notes) -> list[Record]:
     turns: list[Any] = [None]
     for number, item in enumerate(objects(response, "output") if isinstance(look_up(response, "output"), list) else []):
         kind = item.get("type", "message" if "role" in item else None)
-        if kind not in (*ITEMS, *RESULT_ITEMS):
-            raise DataError(f"item {number} is of type {quoted(kind)}; known are {', '.join(ITEMS + RESULT_ITEMS)}")
+        if kind not in ALL_ITEMS:
+            raise _unknown(number, kind)
         if kind in RESULT_ITEMS or item.get("role", "assistant") != "assistant":
             turns.append(None)
         elif turns[-1] is None or item.get("generation_token_ids"):

@@ -203,6 +203,7 @@ class Log:
     """The entries below an entry, or in a trace."""
     prompt: tuple[str, ...] = ("input", "inputs")
     answer: tuple[str, ...] = ("output", "outputs")
+    system: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     model: tuple[str, ...] = ("model",)
     episode: tuple[str, ...] = ("trace_id",)
@@ -225,8 +226,12 @@ class Log:
             own = reward_of(first_path(entry, *self.rewards), notes) if entry is not record else None
             known = {} if entry is record else picked(record, episode="id")
             known |= picked({"reward": reward if own is None else own}, reward="reward")
-            known |= picked(entry, id=self.names, episode=self.episode, model=self.model, tools=self.tools)
+            known |= picked(entry, id=self.names, episode=self.episode, model=self.model)
+            known |= picked(entry, system=self.system, tools=self.tools)
             prompt, answer = (first_path(entry, *paths) for paths in (self.prompt, self.answer))
+            if prompt is None and answer is None:
+                notes.add("an LLM call of which the log has no messages is no row")
+                continue
             rows += call_rows(known | facts(entry) | {CALL: entry}, prompt, answer, notes)
         return rows
 
