@@ -8,6 +8,8 @@ import json
 import lzma
 import os
 import pickle
+import re
+import resource
 import subprocess
 import sys
 import threading
@@ -22,8 +24,8 @@ import pytest
 
 import treetrain as tt
 from treetrain.data import chat, files
+from treetrain.data.limits import within
 from treetrain.data.load import load
-from treetrain.data.time_limit import within
 from treetrain.errors import DataError
 
 ROW = b'{"input_ids": [1, 2, 3]}\n'
@@ -149,7 +151,7 @@ def test_a_long_line_and_a_long_document_are_refused_with_their_places(tmp_path,
     with pytest.raises(DataError, match=r"rows\.jsonl line 3: the line has more than 100 bytes"):
         load(path)
     monkeypatch.setattr(files, "BLANK_LINES", 10)
-    for before, line in ((b"", 1), (ROW, 12)):
+    for before, line in ((b"", 11), (ROW, 12)):
         path.write_bytes(before + b"\n" * 11 + ROW)
         with pytest.raises(DataError, match=rf"rows\.jsonl line {line}: more than 10 blank lines"):
             load(path)
@@ -360,6 +362,61 @@ def test_a_template_that_loops_without_end_is_refused_in_bounded_time(
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is limited on Linux only")
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            '{{ "a" * 10**10 }}',
+            r"line 1: line 1 of the chat template has the operator \*\*, which may take without end",
+        ),
+        ('{{ "a" * 10000000000 }}', "line 1: the chat template takes more than 1,073,741,824 bytes for 1 messages"),
+        ('{% set n = messages | length * 99999999999 %}{{ "a" * n }}', "takes more than 1,073,741,824 bytes"),
+        ('{{ "a".ljust(10000000000) }}', "takes more than 1,073,741,824 bytes"),
+        ('{{ "%9999999999d" % 1 }}', "takes more than 1,073,741,824 bytes"),
+        (
+            "{% set o = namespace(x='ab') %}{% for i in range(99) %}{% set o.x = o.x ~ o.x %}{% endfor %}",
+            "more than 1,073",
+        ),
+        (
+            "{% set o = namespace(n=9) %}{% for i in range(99) %}{% set o.n = o.n * o.n %}{% endfor %}",
+            "takes more than",
+        ),
+    ],
+)
+def test_a_template_that_makes_endless_text_is_refused_in_bounded_time_and_memory(tmp_path, template, message):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    (tmp_path / "bomb.jinja").write_text(template)
+    code = (
+        "import resource, sys, treetrain as tt; from treetrain.data import chat; chat.RENDER_SECONDS = 2; "
+        "tokenizer = tt.load_tokenizer('tiny')\n"
+        "try: tt.load(sys.argv[1], tokenizer=tokenizer, chat_template=sys.argv[2])\n"
+        "except tt.DataError as error: print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrlimit(resource.RLIMIT_AS)[0])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "rows.jsonl"), str(tmp_path / "bomb.jinja")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert re.search(message, done.stdout), done.stdout + done.stderr
+    most, limit = map(int, done.stdout.split()[-2:])
+    assert most < 3 << 20 and limit == resource.getrlimit(resource.RLIMIT_AS)[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is limited on Linux only")
+def test_parquet_that_has_run_lengths_without_bound_is_refused(tmp_path, monkeypatch):
+    """100 million zeros in one row take 12 kB of file; they would be 4 GB of Python numbers."""
+    zeros = pa.array(np.zeros(100_000_000, np.int8))
+    column = pa.ListArray.from_arrays(pa.array([0, len(zeros)], pa.int32()), zeros)
+    path = written(tmp_path / "rows.parquet", pa.table({"input_ids": column}))
+    assert path.stat().st_size < 1 << 20
+    monkeypatch.setattr(files, "TABLE_BYTES", 1 << 28)
+    with pytest.raises(DataError, match=r"rows\.parquet: the rows after 0 take more than 268,435,456 bytes"):
+        load(path)
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 10)
+    monkeypatch.setattr(files, "BOMB_RATIO", 0)
+    with pytest.raises(DataError, match=r"rows\.parquet: cannot be read as parquet .* bytes decompress to"):
+        load(path)
+
+
 def test_a_time_limit_ends_late_calls_only_and_leaves_nothing_behind():
     def spin(seconds):
         end = time.monotonic() + seconds
@@ -379,7 +436,7 @@ def test_calls_under_a_debugger_go_on_after_a_time_limit():
     """An exception that is withdrawn leaves CPython 3.11's evaluation loop spinning as soon as code is traced."""
     code = """
 import sys, time
-from treetrain.data.time_limit import within
+from treetrain.data.limits import within
 
 def spin(seconds):
     end = time.monotonic() + seconds

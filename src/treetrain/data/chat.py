@@ -16,12 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from treetrain.data.limits import within, within_memory
 from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools, is_number
 from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts
-from treetrain.data.time_limit import within
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, expect, quoted, shortened
 
@@ -35,6 +36,8 @@ CACHED_CHARACTERS = 1 << 24
 """Characters of text pieces whose tokens are cached; about 100 MB at most."""
 RENDER_SECONDS = 10
 """A chat template that takes longer for one conversation is refused; it may loop without end."""
+RENDER_BYTES = 1 << 30
+"""A chat template that takes more memory for one conversation is refused."""
 THINK = re.compile("<think>(.*?)</think>", re.DOTALL)
 EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")
 """What templates write in place of thinking that a message does not have."""
@@ -403,6 +406,14 @@ def chat_template_text(template: str | None) -> str | None:
         ) from error
 
 
+def _check_powers(template: str) -> None:
+    """Raise DataError for a template with `**`: one power of large numbers may take years, and nothing can end it."""
+    with contextlib.suppress(jinja2.TemplateSyntaxError):  # it is raised again where the template is rendered
+        for line, kind, text in jinja2.Environment().lex(template):
+            if kind == "operator" and text == "**":
+                raise DataError(f"line {line} of the chat template has the operator **, which may take without end")
+
+
 class Renderer:
     """One tokenizer with one chat template: messages to text, and text to token ids.
 
@@ -418,6 +429,7 @@ class Renderer:
         self.is_fast = bool(getattr(tokenizer, "is_fast", False))
         self.template = chat_template_text(chat_template)
         self.source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
+        _check_powers(self.source)
         self._renders_tools = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
@@ -436,26 +448,25 @@ class Renderer:
         """Render messages; `prompt` adds the generation prompt. Raises DataError where the template raises."""
         if not self.source:
             raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
+        options = {"chat_template": self.template, "add_generation_prompt": prompt, "tokenize": False}
+        other = "pass another template, e.g. --chat-template chatml"
         try:
-            return within(
-                RENDER_SECONDS,
-                lambda: self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    chat_template=self.template,
-                    add_generation_prompt=prompt,
-                    tokenize=False,
+            return within_memory(
+                RENDER_BYTES,
+                lambda: within(
+                    RENDER_SECONDS,
+                    lambda: self.tokenizer.apply_chat_template(list(messages), tools=tools, **options),
                 ),
             )
-        except TimeoutError as error:
+        except (TimeoutError, MemoryError) as error:
+            most = f"{RENDER_SECONDS} s" if isinstance(error, TimeoutError) else f"{RENDER_BYTES:,} bytes"
             raise DataError(
-                f"the chat template takes more than {RENDER_SECONDS} s for {len(messages)} messages; pass another "
-                "template, e.g. --chat-template chatml"
+                f"the chat template takes more than {most} for {len(messages)} messages; {other}"
             ) from error
         except Exception as error:  # a template is third-party code: it may raise anything
             raise DataError(
                 f"the chat template refuses these messages ({type(error).__name__}: {shortened(error)}); "
-                "change the messages or pass another template, e.g. --chat-template chatml"
+                f"change the messages or {other}"
             ) from error
 
     def check_tools(self, messages: Sequence[Message], tools: Tools) -> None:

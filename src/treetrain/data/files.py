@@ -15,10 +15,12 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from treetrain.data.limits import within_memory
 from treetrain.data.records import JSON, Notes, Record, field, objects, parse_json, without_nulls
 from treetrain.errors import DataError, quoted, shortened
 
@@ -43,6 +45,8 @@ DOCUMENT_BYTES = 1 << 30
 """JSON over several lines is read whole; more than this is an error."""
 BLANK_LINES = 1_000_000
 """More blank lines than this, one after the other, are an error."""
+TABLE_BYTES = 1 << 32
+"""64 rows of Parquet, or a batch of Arrow, that take more memory are an error: run lengths need few bytes in a file."""
 BOMB_BYTES = 1 << 28
 BOMB_RATIO = 500
 """A compressed file that gives more than `BOMB_BYTES`, and more than this many times its size, is an error."""
@@ -221,7 +225,7 @@ def _texts(stream: io.BufferedReader, name: str) -> Found:
 
     It is JSONL if the first or second line that is not blank is an object, or if the text begins with no { or [.
     """
-    number, lines = 0, _lines(stream)
+    number, lines = 0, _lines(stream, name)
     try:
         # An array may be one line of any length.
         array = stream.peek(CHUNK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
@@ -238,7 +242,7 @@ def _texts(stream: io.BufferedReader, name: str) -> Found:
                 raise _TooMuch(f"JSON over several lines has more than {DOCUMENT_BYTES:,} bytes; write JSONL")
             if (yield from _documents(text, name)):
                 return
-            head[:] = _lines(io.BytesIO(text))
+            head[:] = _lines(io.BytesIO(text), name)
         for number, line in chain(head, lines):
             yield f"{name} line {number}", _record(line, "Every line must be one whole JSON object")
     except _TooMuch as error:
@@ -247,17 +251,21 @@ def _texts(stream: io.BufferedReader, name: str) -> Found:
         raise DataError(f"{name}: breaks off after line {number} ({shortened(error)})") from error
 
 
-def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, and their numbers from 1."""
-    before = 0
-    for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), 1):
-        if len(line) > LINE_BYTES:
-            raise _TooMuch(f"the line has more than {LINE_BYTES:,} bytes; write one record per line")
-        if line.strip():
-            before = number
-            yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-        elif number > before + BLANK_LINES:
-            raise _TooMuch(f"more than {BLANK_LINES:,} blank lines one after the other")
+    number = blank = 0
+    try:
+        while line := stream.readline(LINE_BYTES + 1):
+            blank = 0 if line.strip() else blank + 1
+            if len(line) > LINE_BYTES:
+                raise _TooMuch(f"the line has more than {LINE_BYTES:,} bytes; write one record per line")
+            if blank > BLANK_LINES:
+                raise _TooMuch(f"more than {BLANK_LINES:,} blank lines one after the other")
+            number += 1
+            if not blank:
+                yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+    except _TooMuch as error:
+        raise DataError(f"{name} line {number + 1}: {error}") from error
 
 
 def _is_object(line: bytes) -> bool:
@@ -380,7 +388,12 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
         with pa.OSFile(str(path)) as source:
             if kind == "parquet":
                 parquet = pq.ParquetFile(source)
-                _check_size(parquet.metadata, path.stat().st_size)
+                given, size = (
+                    sum(parquet.metadata.row_group(n).total_byte_size for n in range(parquet.num_row_groups)),
+                    path.stat().st_size,
+                )
+                if given > max(BOMB_BYTES, BOMB_RATIO * size):
+                    raise DataError(f"{size:,} bytes decompress to {given:,}; write smaller files")
                 schema, batches = parquet.schema_arrow, parquet.iter_batches(batch_size=64)
             else:
                 try:
@@ -391,25 +404,18 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
                     batches = reader = pa.ipc.open_stream(source)
                 schema = reader.schema
             _check_columns(schema.names)
-            for batch in batches:
+            batches = iter(batches)
+            while (batch := within_memory(TABLE_BYTES, lambda: next(batches, None))) is not None:
                 batch.validate(full=True)
                 columns = [(name, _readable(name, column)) for name, column in zip(schema.names, batch.columns)]
                 for begin in range(0, batch.num_rows, 64):
-                    values = [_values(name, column.slice(begin, 64)) for name, column in columns]
-                    for row in zip(*values):
+                    for row in within_memory(TABLE_BYTES, partial(_rows, columns, begin)):
                         number += 1
                         yield f"{path} row {number}", without_nulls(dict(zip(schema.names, row)))
+    except MemoryError as error:
+        raise DataError(f"{path}: the rows after {number} take more than {TABLE_BYTES:,} bytes; write JSONL") from error
     except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as {kind} after row {number} ({shortened(error)})") from error
-
-
-def _check_size(metadata: Any, size: int) -> None:
-    """Raise DataError for Parquet that decompresses without bound, which run lengths allow in a few bytes."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    values = sum(group.column(number).num_values for group in groups for number in range(group.num_columns))
-    given = max(4 * values, sum(group.total_byte_size for group in groups))
-    if given > max(BOMB_BYTES, BOMB_RATIO * size):
-        raise DataError(f"{size:,} bytes hold {values:,} values, which take more than {given:,} bytes; write JSONL")
 
 
 def _check_columns(names: list[str]) -> None:
@@ -447,11 +453,17 @@ def _without_times(kind: Any) -> Any:
     return kind
 
 
-def _values(name: str, column: Any) -> list[Any]:
-    try:
-        return column.to_pylist()
-    except Exception as error:  # types that Python does not have
-        raise DataError(f"column {quoted(name)} of type {column.type} ({shortened(error)})") from error
+def _rows(columns: list[tuple[str, Any]], begin: int) -> list[tuple[Any, ...]]:
+    """64 rows of a batch as Python values."""
+    values = []
+    for name, column in columns:
+        try:
+            values.append(column.slice(begin, 64).to_pylist())
+        except MemoryError:
+            raise
+        except Exception as error:  # types that Python does not have
+            raise DataError(f"column {quoted(name)} of type {column.type} ({shortened(error)})") from error
+    return list(zip(*values))
 
 
 _READERS: dict[str, Callable[[Path, str, Notes], Found]] = {

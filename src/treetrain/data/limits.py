@@ -1,4 +1,4 @@
-"""A bound on the time that other people's Python code takes, in any thread.
+"""Bounds on the time and the memory that other people's code and files take.
 
 Chat templates come from files and may loop without end. Only an exception in their own thread ends them: Python has no
 way to stop a thread, and signals reach the main thread only. A second thread looks at the clock and sends it. The
@@ -8,14 +8,21 @@ An exception that was sent must arrive. Withdrawing it (`PyThreadState_SetAsyncE
 interpreter set: all code runs slower from then on, and under a debugger CPython 3.11 loops at the next call for ever.
 """
 
+import contextlib
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+with contextlib.suppress(ImportError):  # not on Windows
+    import resource
+
 Result = TypeVar("Result")
 _LOCK = threading.Lock()
+_MEMORY_LOCK = threading.Lock()
+"""Held while the limit of the process is lower, so that another thread does not take it for the user's own."""
 _ends: dict[int, float] = {}
 """Thread -> when its call must have ended, for the calls that run now."""
 _sent: set[int] = set()
@@ -74,3 +81,23 @@ def _watch() -> None:
                 del _ends[thread]  # one exception for each call
                 _sent.add(thread)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Expired))
+
+
+def within_memory(limit: int, call: Callable[[], Result]) -> Result:
+    """Return `call()`. On Linux, the process may take `limit` more bytes of address space meanwhile, in all threads.
+
+    Raises:
+        MemoryError: it takes more.
+    """
+    if not sys.platform.startswith("linux"):
+        return call()
+    with _MEMORY_LOCK:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm", "rb") as file:
+            most = int(file.read().split()[0]) * resource.getpagesize() + limit
+        bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([most, *bounds]), hard))
+        try:
+            return call()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
