@@ -376,7 +376,7 @@ def test_a_template_that_loops_without_end_is_refused_in_bounded_time(
         ('{{ "%9999999999d" % 1 }}', "takes more than 1,073,741,824 bytes"),
         (
             "{% set o = namespace(x='ab') %}{% for i in range(99) %}{% set o.x = o.x ~ o.x %}{% endfor %}",
-            "more than 1,073",
+            "takes more than",
         ),
         (
             "{% set o = namespace(n=9) %}{% for i in range(99) %}{% set o.n = o.n * o.n %}{% endfor %}",
@@ -411,8 +411,8 @@ def test_parquet_that_has_run_lengths_without_bound_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(files, "TABLE_BYTES", 1 << 28)
     with pytest.raises(DataError, match=r"rows\.parquet: the rows after 0 take more than 268,435,456 bytes"):
         load(path)
-    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 10)
-    monkeypatch.setattr(files, "BOMB_RATIO", 0)
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 20)
+    pyarrow.parquet.write_table(pa.table({"messages": ["a" * 5_000_000]}), path, compression="zstd")
     with pytest.raises(DataError, match=r"rows\.parquet: cannot be read as parquet .* bytes decompress to"):
         load(path)
 
