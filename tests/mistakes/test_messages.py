@@ -133,6 +133,7 @@ def names() -> dict[str, Any]:
     return {
         "tt": tt,
         "torch": torch,
+        "peft": importlib.import_module("peft"),
         "model": model,
         "lists": lists,
         "dataset": dataset,

@@ -37,6 +37,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, summary: str, **more: Any) -> None:
         more |= {"prog": f"treetrain {command}", "description": summary, "allow_abbrev": False}
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **more)
+        # argparse before Python 3.14 takes -1e-3 for an option.
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 
     def error(self, message: str) -> NoReturn:
         """Raise `ValueError`; `argparse` would exit."""

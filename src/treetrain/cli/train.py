@@ -144,6 +144,10 @@ def _words(path: str) -> list[str]:
     return words
 
 
+LORA_NAMES = {"rank": "r", "lora_r": "r", "alpha": "lora_alpha"}
+"""What options of LoRA are called elsewhere, and by peft."""
+
+
 def _adapter(options: dict[str, Any]) -> Any:
     """The `peft.LoraConfig` of `--lora`."""
     from peft import LoraConfig
@@ -152,7 +156,9 @@ def _adapter(options: dict[str, Any]) -> Any:
     settings: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
     for name, value in options.items():
         if name not in known:
-            raise ValueError(f"--lora: peft.LoraConfig has no option {name!r}; {nearest(name, known)}")
+            meant = LORA_NAMES.get(name)
+            meant = nearest(name, known) if meant is None else f"did you mean {meant}?"
+            raise ValueError(f"--lora: peft.LoraConfig has no option {name!r}; {meant}")
         if isinstance(value, str) and isinstance(known[name], int | float):
             raise ValueError(f"--lora: {name} is {value!r}; give one like {json.dumps(known[name])}, without quotes")
     try:

@@ -37,7 +37,7 @@ from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, as_lo
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance
 from treetrain.engine.runtime import expandable_segments
-from treetrain.errors import DataError, nearest
+from treetrain.errors import DataError, expect, nearest, shortened
 from treetrain.losses import PolicyLoss
 from treetrain.models.capability import loaded
 from treetrain.planning.balance import dispatch
@@ -114,14 +114,23 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._batch = RunningBatch()
         self._steps: list[dict[str, float]] = []
         """Numbers of the steps since the last log."""
+        sets = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+        _check_rows("train_dataset", train_dataset)
+        for name, rows in sets.items():
+            _check_rows(f"eval_dataset[{name!r}]" if name else "eval_dataset", rows)
         if train_dataset is not None:
             train_dataset = self._counted(args.count, train_dataset, args.advantage_kwargs)
             self._find_facts(args, train_dataset)
         if peft_config is not None:
-            from peft import get_peft_model
+            from peft import PeftConfig, get_peft_model
 
+            expect("peft_config", peft_config, PeftConfig, "a configuration of peft, such as peft.LoraConfig(r=16)")
             set_seed(args.seed)  # the adapter's initial weights need it; Trainer sets it too late
-            model = get_peft_model(model, peft_config)  # type: ignore[arg-type]
+            try:
+                model = get_peft_model(model, peft_config)  # type: ignore[arg-type]
+            except Exception as error:
+                said = shortened(" ".join(str(error).split()), 240)
+                raise ValueError(f"peft_config does not fit {type(model).__name__}: {said}") from error
         if is_sharded(model):
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # accelerate must not wrap it again
         super().__init__(
@@ -463,6 +472,18 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
 
 # ---- Losses, and the facts that they need
+
+
+def _check_rows(name: str, rows: Sequence[Trajectory] | None) -> None:
+    """Raise DataError for rows that are no trajectories, and where there are none."""
+    if rows is None:
+        return
+    if not len(rows):
+        raise DataError(f"{name} is empty; give trajectories, such as tt.load(path).trajectories")
+    try:
+        columns_of(rows)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
 
 
 def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
