@@ -2,6 +2,8 @@
 
 import datetime
 import multiprocessing
+import subprocess
+import sys
 import time
 
 import pytest
@@ -43,7 +45,50 @@ def test_ranks_that_start_find_each_other(two_ranks) -> None:
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "run")])
-def test_one_process_and_torchrun_do_not_wait(name: str, value: str, two_ranks) -> None:
-    two_ranks.setenv(name, value)
+def test_one_process_does_not_wait(two_ranks) -> None:
+    two_ranks.setenv("WORLD_SIZE", "1")
     distributed.wait_for_ranks()
+
+
+SCRIPT = """
+import datetime, os, signal, sys
+import torch.distributed as dist
+from transformers import TrainingArguments
+import treetrain as tt
+from treetrain.engine import distributed
+
+distributed.JOIN_TIMEOUT = datetime.timedelta(seconds=int(sys.argv[3]))
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else sys.exit(0) if sys.argv[1] == "ends" else None
+kind = {"tree": tt.TreeArguments, "plain": TrainingArguments}[sys.argv[2]]
+kind("out", use_cpu=True, report_to="none", ddp_backend="gloo").device
+dist.barrier()
+print("all are here")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fate", "kind", "words"),
+    [
+        ("killed", "tree", "exitcode  : -9"),
+        ("killed", "plain", "exitcode  : -9"),
+        ("ends", "tree", "rank 0 of 2 has waited 5 s for rank 1: not started"),
+        ("comes", "tree", "all are here"),
+    ],
+)
+def test_torchrun_ends_soon_and_names_a_rank_that_does_not_come(fate, kind, words, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    seconds = "120" if fate == "comes" else "5"
+    ended = subprocess.run(
+        [*launch, str(script), fate, kind, seconds],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert words in ended.stdout + ended.stderr
+    assert (ended.returncode == 0) == (fate == "comes")

@@ -222,7 +222,7 @@ def test_two_runs_of_one_process_cannot_share_a_folder_either(tmp_path) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "folder"])
 def test_a_lock_that_is_no_file_is_refused_and_what_it_leads_to_is_unchanged(kind, tmp_path) -> None:
     with locked(tmp_path / "out"):
         lock = tmp_path / "out" / OWN / LOCK
@@ -230,6 +230,7 @@ def test_a_lock_that_is_no_file_is_refused_and_what_it_leads_to_is_unchanged(kin
     (tmp_path / "foreign").write_text("theirs")
     make = {
         "link": lambda: lock.symlink_to(tmp_path / "foreign"),
+        "hard link": lambda: lock.hardlink_to(tmp_path / "foreign"),
         "pipe": lambda: os.mkfifo(lock),
         "folder": lock.mkdir,
     }

@@ -33,27 +33,30 @@ JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 def wait_for_ranks() -> None:
     """Wait until all processes of a run have started; call it before the process group is made.
 
-    torch waits half an hour for a rank that was killed before it joined. Processes that torchrun has started need no
-    limit: it ends all of them when one dies.
+    torch waits half an hour for a rank that was killed before it joined. torchrun ends all processes when one fails,
+    but not when one ends as if it were done.
 
     Raises:
         RanksDisagree: some did not come within `JOIN_TIMEOUT`; the message names them.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if not dist.is_available() or dist.is_initialized() or dist.is_torchelastic_launched():
+    if not dist.is_available() or dist.is_initialized():
         return
     if not all(name in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) < 2:
         return
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     store, missing = None, "rank 0, which the others meet at"
-    keys = [f"treetrain/{other}" for other in range(size)]
+    restarts, torchrun_serves = (
+        os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "USE_AGENT_STORE")
+    )
+    keys = [f"treetrain/{restarts}/{other}" for other in range(size)]
     try:
         # The process group's own store shares the server of this one, which must stay.
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             os.environ["MASTER_ADDR"],
             port,
             size,
-            rank == 0,
+            rank == 0 and torchrun_serves != "True",
             timeout=JOIN_TIMEOUT,
             wait_for_workers=False,
             multi_tenant=True,

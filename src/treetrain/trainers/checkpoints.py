@@ -214,7 +214,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 raise ValueError(f"cannot go on from {path}: with save_only_model=True it holds no optimiser state")
             return path
         if torn:
-            raise TornCheckpoint(f"no checkpoint is whole: {'; '.join(torn)}")
+            more = f" (and {len(torn) - 1} more)" if len(torn) > 1 else ""
+            raise TornCheckpoint(f"no checkpoint is whole{more}: {shortened(torn[0], 300)}")
         warnings.warn(f"no checkpoint in {folder} yet: the run begins at step 0", RuntimeWarning, stacklevel=3)
         return None
 

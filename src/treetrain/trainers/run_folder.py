@@ -166,7 +166,8 @@ def locked(folder: Path) -> Iterator[None]:
     """
     mark(folder / OWN)
     path = (folder / OWN).resolve() / LOCK
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+    # A file with another name is not ours either.
+    if os.path.lexists(path) and not (stat.S_ISREG(path.lstat().st_mode) and path.lstat().st_nlink == 1):
         raise FolderRefused(f"{path} is not the lock file that treetrain needs at this place: move it away")
     busy = f"another run writes to {folder} (%s): wait for it, end it, or give another output_dir"
     if path in _held:  # before it is opened: closing it again would drop the lock
