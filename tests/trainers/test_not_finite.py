@@ -70,7 +70,10 @@ def test_a_run_with_a_skipped_step_resumes_bit_for_bit(tmp_path) -> None:
         make_trainer(tmp_path / "out", kind=kind, max_steps=8, callbacks=(StopAt(4),)).train()
     again = make_trainer(tmp_path / "out", kind=kind, max_steps=8)
     again.train(resume_from_checkpoint=True)
-    assert differences(outcome(again), outcome(whole)) == [] and whole._skipped == again._skipped == 2
+    assert (
+        differences(outcome(again), outcome(whole)) == []
+        and whole.skipped_steps.total == again.skipped_steps.total == 2
+    )
 
 
 def test_after_too_many_in_a_row_the_run_stops_with_a_checkpoint_and_every_resume_gets_further(tmp_path) -> None:
@@ -90,7 +93,7 @@ def test_after_too_many_in_a_row_the_run_stops_with_a_checkpoint_and_every_resum
                 and "goes on with the next step" in str(error)
                 and len(str(error)) <= 400
             )
-    assert stops == [5, 8] and trainer.state.global_step == 12 and trainer._skipped == 8
+    assert stops == [5, 8] and trainer.state.global_step == 12 and trainer.skipped_steps.total == 8
     assert all(bool(each.isfinite().all()) for each in weights(trainer))
 
 

@@ -6,18 +6,14 @@ into a temporary folder. When every file is on the disk, a manifest with the SHA
 added, and one rename gives the folder its name. So a kill at any moment leaves a complete checkpoint or none. Loading
 detects later changes by a disk, a copy or an editor.
 
-A step whose gradient is NaN or infinite is skipped, and weights that are not finite are never saved. So the newest
-checkpoint is always a good one.
+A step whose gradient is NaN or infinite is skipped (`skipped_steps.py`), and weights that are not finite are never
+saved. So the newest checkpoint is always a good one. Signals stop a run after a step (`stopping.py`).
 """
 
 import json
-import logging
 import math
 import os
 import shutil
-import signal
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -38,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as distributed_sa
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
-from treetrain.engine.distributed import Ranks, own_part
+from treetrain.engine.distributed import Ranks
 from treetrain.errors import RanksDisagree, shortened
 from treetrain.models.tree_mode import replaced
 from treetrain.trainers.checkpoint_files import (
@@ -61,8 +57,9 @@ from treetrain.trainers.run_facts import (
     facts_of_rows,
 )
 from treetrain.trainers.run_folder import OWN, check_contents, check_name, delete, locked, mark
+from treetrain.trainers.skipped_steps import SkippedSteps, first_not_finite, skip_next_step
+from treetrain.trainers.stopping import StopWithCheckpoint, catch_signals
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TESTED = "5.17.", "5.23."
 """Versions of transformers with which the overridden private methods are tested."""
@@ -120,7 +117,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     _last_good: Path | None = None
     _resumed: Path | None = None
     _writing = False
-    _skipped = _skipped_in_a_row = 0
+    skipped_steps: SkippedSteps
     _facts: "dict[str, Any]"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -130,6 +127,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.skipped_steps = SkippedSteps()
         version, own = transformers.__version__, self.args
         for wrong, why in (
             (not version.startswith(TESTED), f"transformers {version} is not tested: install {TESTED[-1]}*"),
@@ -162,8 +160,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             SystemExit: Ctrl-C or SIGTERM, with its exit code; a checkpoint of the last step is written.
         """
         check_name(self.args.output_dir or "")
-        folder, wanted, callback = Path(self.args.output_dir or ""), resume_from_checkpoint, _StepCallback(self)
-        self._skipped = self._skipped_in_a_row = 0
+        folder, wanted, restoring = Path(self.args.output_dir or ""), resume_from_checkpoint, _Restoring(self)
+        self.skipped_steps = SkippedSteps()
         with ExitStack() as stack:
             stack.callback(vars(self).update, _resumed=None)
             self._on_first(lambda: self._check_folder(folder, wanted))
@@ -171,11 +169,13 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._on_first(lambda: delete([], folder / WORKING))  # left by a killed run
             self._resumed = self._last_good = self._choose(wanted, folder)
             self._facts = self._compare_facts()
-            self.add_callback(callback)
-            stack.callback(self.remove_callback, callback)
             stack.enter_context(replaced(self.args, restore_callback_states_from_checkpoint=True))
-            callback.signals = stack.enter_context(_catch_signals())
-            with _named_misfits(self._resumed, callback):
+            signals = stack.enter_context(catch_signals())
+            stopping = StopWithCheckpoint(self, self._ranks, signals, self.skipped_steps, self.max_skipped_steps)
+            for callback in (restoring, stopping):
+                self.add_callback(callback)
+                stack.callback(self.remove_callback, callback)
+            with _named_misfits(self._resumed, restoring):
                 return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
 
     def _check_folder(self, folder: Path, wanted: str | bool | None) -> None:
@@ -267,39 +267,21 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
             skip = any(self._ranks.gather(not math.isfinite(whole)))
             self.optimizer._is_overflow = skip  # accelerate's own mark of a skipped step: no schedule step follows
-            self._skipped_in_a_row = self._skipped_in_a_row + 1 if skip else 0
+            self.skipped_steps.count(skip)
             if skip:
-                self._skipped += 1
-                self._skip_step(float(whole))
+                self._check_weights("before")
+                why = (
+                    f"step {self.state.global_step + 1} is skipped, since its gradient norm is {float(whole)}: the "
+                    f"weights stay as they are ({self.skipped_steps.in_a_row} in a row; the run stops after "
+                    f"{self.max_skipped_steps})"
+                )
+                skip_next_step(self.optimizer, why)
         return norm
-
-    def _skip_step(self, norm: float) -> None:
-        """Let the next call of the optimizer's `step` do nothing."""
-        self._check_weights("before")
-        logger.warning(
-            "step %d is skipped, since its gradient norm is %s: the weights stay as they are (%d in a row; the run "
-            "stops after %d)",
-            *(self.state.global_step + 1, norm, self._skipped_in_a_row, self.max_skipped_steps),
-        )
-        optimizer = self.optimizer
-        before = vars(optimizer).get("step")
-
-        def skipped(*_: Any, **__: Any) -> None:
-            del optimizer.step
-            if before is not None:
-                optimizer.step = before
-
-        optimizer.step = skipped
 
     def _check_weights(self, when: str) -> None:
         """Raise FloatingPointError on all ranks if a trained weight is NaN or infinite on any."""
 
-        def first() -> str | None:
-            trained = ((name, own_part(p.detach())) for name, p in self.model.named_parameters() if p.requires_grad)
-            limits = ((name, torch.aminmax(p)) for name, p in trained if p.numel() and p.is_floating_point())
-            return next((name for name, (least, most) in limits if not math.isfinite(least + 0 * most)), None)
-
-        if name := next(filter(None, self._together(first)), None):
+        if name := next(filter(None, self._together(lambda: first_not_finite(self.model))), None):
             step = self.state.global_step + (when == "before")
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
             raise FloatingPointError(
@@ -310,8 +292,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the number of steps that were skipped so far if there are any."""
-        if self._skipped and "loss" in logs:
-            logs["skipped_steps"] = self._skipped
+        if self.skipped_steps.total and "loss" in logs:
+            logs["skipped_steps"] = self.skipped_steps.total
         super().log(logs, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -487,86 +469,25 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._together(work if self.args.process_index == 0 else lambda: None)
 
 
-class _StepCallback(TrainerCallback):
-    """Stops all ranks at the same step and times checkpoints. Added last, so that it sees what others have decided."""
+class _Restoring(TrainerCallback):
+    """Restores the progress of a resumed run when transformers has loaded the rest."""
 
     def __init__(self, trainer: SafeCheckpointsMixin) -> None:
-        self.trainer, self.signals = trainer, list[int]()
-        self.stop = 0  # a signal that any rank got; the same on all ranks
-        self.stuck = 0  # skipped steps in a row, if they are too many
-        self.postponed = False
-        self.began = False
+        self._trainer, self.done = trainer, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._restore_progress()
-        self.began = True
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.stop = max(self.trainer._ranks.gather([*self.signals, 0][0]))
-        if self.trainer._skipped_in_a_row >= self.trainer.max_skipped_steps:
-            self.stuck, self.trainer._skipped_in_a_row = self.trainer._skipped_in_a_row, 0
-        control.should_save |= self.stop > 0 or self.stuck > 0
-        # An evaluation may follow the last step of an epoch. The checkpoint waits, to include its result.
-        self.postponed = control.should_save and state.epoch.is_integer()
-        control.should_save &= not self.postponed
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save |= self.postponed
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.stop:
-            trainer = self.trainer
-            trainer.callback_handler.on_train_end(args, state, control)  # trackers close their files
-            if args.process_index == 0:
-                print(
-                    f"{signal.Signals(self.stop).name}: stopped after step {state.global_step} of {state.max_steps}; "
-                    f"all of it is saved in {trainer._last_good}. Go on with {trainer.how_to_resume}",
-                    file=sys.stderr,
-                )
-            raise SystemExit(128 + self.stop)  # what shells expect: 130 after Ctrl-C, 143 after SIGTERM
-        if self.stuck:
-            raise FloatingPointError(
-                f"the run stops after step {state.global_step}: {self.stuck} steps in a row had a NaN or infinite "
-                f"gradient and were skipped. The weights are finite, and saved in {self.trainer._last_good}. A lower "
-                f"learning_rate than {args.learning_rate:g}, more warm-up or float32 may help; "
-                f"{self.trainer.how_to_resume} goes on with the next step"
-            )
+        self._trainer._restore_progress()
+        self.done = True
 
 
 @contextmanager
-def _catch_signals() -> Iterator[list[int]]:
-    """Put Ctrl-C and SIGTERM into the yielded list instead of exiting; ignored ones stay ignored.
-
-    A signal that no later step handles is raised again at the end. Outside the main thread Python cannot catch signals.
-    """
-    received: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        os.write(2, b"\nstopping after this step, with a checkpoint\n")  # print may be in the middle of a line
-
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if received:
-        signal.raise_signal(received[0])
-
-
-@contextmanager
-def _named_misfits(checkpoint: str | Path | None, callback: "_StepCallback | None" = None) -> Iterator[None]:
+def _named_misfits(checkpoint: str | Path | None, restoring: _Restoring | None = None) -> Iterator[None]:
     """Turn errors of the libraries that load a checkpoint into a ValueError that names it; until training begins."""
     try:
         yield
     except Exception as error:
         ours = type(error).__module__.startswith("treetrain.") or isinstance(error, OSError | torch.OutOfMemoryError)
-        if checkpoint is None or ours or (callback is not None and callback.began):
+        if checkpoint is None or ours or (restoring is not None and restoring.done):
             raise
         said = shortened(" ".join(str(error).split()))
         raise ValueError(
@@ -574,7 +495,7 @@ def _named_misfits(checkpoint: str | Path | None, callback: "_StepCallback | Non
         ) from error
 
 
-OWN_STATE = ("_tr_loss", "_globalstep_last_logged", "_skipped", "_skipped_in_a_row")
+OWN_STATE = ("_tr_loss", "_globalstep_last_logged", "skipped_steps")
 """Attributes of every trainer that transformers does not save."""
 
 
