@@ -23,7 +23,7 @@ from support.plans import planned
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import LinearEngine
 from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import VOCAB, dress
+from treetrain.testing.forests import VOCAB, with_random_facts
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]
 Reduces = Literal["each", "last"]
@@ -114,7 +114,7 @@ def rows_of(seed: int, loss: str) -> Rows:
         rows.append([*base[:at], *rng.integers(0, VOCAB, int(rng.integers(1, 7))).tolist()])
     rows += [[*trunk[: i + 2], int(rng.integers(0, VOCAB))] for i in range(4)]
     cases = OTHERS | EVERY
-    dressed = dress(rows, seed)
+    dressed = with_random_facts(rows, seed)
     if loss == "value":
         facts = [{name: rng.normal(size=len(row)) for name in ("values", "returns")} for row in dressed]
         dressed = [row.replace(**own) for row, own in zip(dressed, facts)]

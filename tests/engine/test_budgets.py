@@ -12,11 +12,11 @@ from support.models import make_model
 from support.passes import unique_ids, watched
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import dress
+from treetrain.testing.forests import with_random_facts
 
 TRUNK = list(range(12))
 IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23], [*TRUNK, 24, 25], [*TRUNK[:5], 26, 27], [28, 29, 30]])
-ROWS = dress(IDS, 2)
+ROWS = with_random_facts(IDS, 2)
 PPO = tt.losses.ppo(entropy=0.05)
 
 
@@ -84,7 +84,7 @@ def test_bytes_that_are_too_few_name_the_least_that_is_needed():
 
 def test_fewer_bytes_make_smaller_parts_with_the_same_gradients():
     model = make_model("qwen3")
-    rows = dress(unique_ids([[*range(200), i, *range(300, 330)] for i in range(201, 206)]), 1)
+    rows = with_random_facts(unique_ids([[*range(200), i, *range(300, 330)] for i in range(201, 206)]), 1)
     model.resize_token_embeddings(400)
     engine = tt.TreeEngine(model, budget="1GiB")
     assert engine.forward_backward(rows, PPO).parts == 1

@@ -15,7 +15,7 @@ from support.plans import KEEPS, check_plan, planned
 from treetrain.engine import executor
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import bushy_rows, dress
+from treetrain.testing.forests import bushy_rows, with_random_facts
 
 TRUNK = list(range(14))
 IDS = {
@@ -86,7 +86,7 @@ def counted(passes: list[list[int]]) -> Counter:
 def test_every_token_runs_once_and_the_exported_ones_of_recomputed_parts_twice(model, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
     with watched(model) as seen:
-        result = engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
+        result = engine.forward_backward(with_random_facts(IDS[tree], 1), LOSSES[loss])
     plan = engine.plans[-1]
     check_plan(plan)
     ids = plan.layout.input_ids
@@ -103,7 +103,7 @@ def test_every_token_runs_once_and_the_exported_ones_of_recomputed_parts_twice(m
 def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
     engine = planned(shape, keep)(model)
     with watched(model) as seen:
-        engine.forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"])
+        engine.forward_backward(with_random_facts(IDS["deep"], 1), LOSSES["ppo"])
     plan, ids = engine.plans[-1], engine.plans[-1].layout.input_ids
     events = list(plan.events())
     forward = [ids[plan.tokens(e.number)].tolist() for e in events if e.kind == "forward"]
@@ -115,7 +115,7 @@ def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
 @every_plan_and_case
 def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
-    engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
+    engine.forward_backward(with_random_facts(IDS[tree], 1), LOSSES[loss])
     (cache,), plan = caches, engine.plans[-1]
     assert max(cache.reserved) == cache.first_rows == plan.cached_tokens, "rows held at once"
     assert len(cache.made_at) == (4 if (plan.parent >= 0).any() else 0), "keys and values of two layers"
@@ -133,7 +133,7 @@ def test_rows_of_the_cache_are_returned(model, shape, keep, monkeypatch):
         executor.Executor, "__init__", lambda self, *args, **kw: executors.append(self) or make(self, *args, **kw)
     )
     engine = planned(shape, keep)(model)
-    engine.forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"])
+    engine.forward_backward(with_random_facts(IDS["deep"], 1), LOSSES["ppo"])
     engine.logprobs(IDS["deep"])
     assert len(executors) == 2 and all(w._cache._in_use == 0 and (w._cache.row_of == -1).all() for w in executors)
 
@@ -141,7 +141,7 @@ def test_rows_of_the_cache_are_returned(model, shape, keep, monkeypatch):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("shape", "keep"), PLANS[::3])
 def test_the_same_plan_gives_the_same_bits_and_gradients_add_up(model, shape, keep, loss):
-    rows, engine = dress(IDS["deep"], 1), planned(shape, keep)(model)
+    rows, engine = with_random_facts(IDS["deep"], 1), planned(shape, keep)(model)
     first = engine.forward_backward(rows, LOSSES[loss])
     gradient = linear.gradients(model)
     model.zero_grad()
@@ -214,15 +214,19 @@ def test_a_prefill_pass_scores_only_where_trajectories_below_need_it(model, loss
     handle = model.lm_head.register_forward_hook(
         lambda m, a, out: scored.append((torch.is_grad_enabled(), out.numel()))
     )
-    planned("chunks of 2", "none")(model).forward_backward(dress(IDS["deep"], 1), LOSSES[loss])
+    planned("chunks of 2", "none")(model).forward_backward(with_random_facts(IDS["deep"], 1), LOSSES[loss])
     handle.remove()
     published = [size for graph, size in scored if not graph]
     assert published and (max(published) == 0) == (loss == "sft")
 
 
 WAYS = {
-    "engine": lambda m: planned("chunks of 2", "mixed")(m).forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"]),
-    "engine, known": lambda m: planned("chunks of 2", "none")(m).forward_backward(dress(IDS["deep"], 1), LOSSES["sft"]),
+    "engine": lambda m: planned("chunks of 2", "mixed")(m).forward_backward(
+        with_random_facts(IDS["deep"], 1), LOSSES["ppo"]
+    ),
+    "engine, known": lambda m: planned("chunks of 2", "none")(m).forward_backward(
+        with_random_facts(IDS["deep"], 1), LOSSES["sft"]
+    ),
     "scores": lambda m: planned("chunks of 2", "none")(m).logprobs(IDS["deep"]),
     "primitive at once": lambda m: tt.logprobs(m, IDS["deep"])[0].sum().backward(),
     "primitive in parts": lambda m: tt.logprobs(m, IDS["deep"], budget=5)[0].sum().backward(),

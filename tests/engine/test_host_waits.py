@@ -33,7 +33,7 @@ from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
-from treetrain.testing.forests import dress, whole_pairs
+from treetrain.testing.forests import whole_pairs, with_random_facts
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, AttentionRange, pack
 
@@ -113,7 +113,7 @@ def on_meta() -> Iterator[None]:
 
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
-ROWS = whole_pairs(dress(IDS, 5))
+ROWS = whole_pairs(with_random_facts(IDS, 5))
 CHUNKS, SEGMENTS = planned("chunks of 2", "mixed"), planned("one segment per part", "none")
 ENGINES = {"one part": tt.TreeEngine, "parts": CHUNKS, "parts, none kept": SEGMENTS}
 LOSSES = {

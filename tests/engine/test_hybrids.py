@@ -16,7 +16,7 @@ from treetrain.linear_attention.delta_rule import TILE
 from treetrain.models import recurrent_layers
 from treetrain.testing import linear
 from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
-from treetrain.testing.forests import bushy_rows, dress
+from treetrain.testing.forests import bushy_rows, with_random_facts
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
 
@@ -77,7 +77,7 @@ def measure(model, rows, engines) -> tuple[torch.Tensor, list[torch.Tensor]]:
     ],
 )
 def test_what_recurrence_is_about_is_exact(name, plans):
-    rows = dress(SHAPED[name], 7)
+    rows = with_random_facts(SHAPED[name], 7)
     engines = [planned(*plan) for plan in plans]
     with PureFloat64():
         truth, found = measure(make_model("qwen3_5_deep", dtype=torch.float64), rows, engines)
@@ -89,7 +89,7 @@ def test_what_recurrence_is_about_is_exact(name, plans):
 @pytest.mark.parametrize("family", DELTA)
 def test_five_hundred_nested_forks_are_exact(family):
     trunk = np.random.default_rng(3).integers(0, 37, 500)
-    rows = dress([[*trunk[:n], (trunk[n] + 1) % 37] for n in range(1, 500)], 3)
+    rows = with_random_facts([[*trunk[:n], (trunk[n] + 1) % 37] for n in range(1, 500)], 3)
     model = make_model(family, dtype=torch.float64)
     with PureFloat64():
         truth, found = measure(model, rows, [planned("1 part", "none"), planned("N/16", "mixed")])
@@ -98,7 +98,7 @@ def test_five_hundred_nested_forks_are_exact(family):
 
 
 def test_a_budget_in_tokens_and_the_primitive_are_exact():
-    rows = dress(SMALL, 5)
+    rows = with_random_facts(SMALL, 5)
     ids = [row.ids.tolist() for row in rows]
     model = make_model("qwen3_5_deep", dtype=torch.float64)
     with PureFloat64():
@@ -119,7 +119,7 @@ def test_nothing_of_a_pure_float64_run_is_rounded():
     model = make_model("qwen3_5_deep", dtype=torch.float64)
     with PureFloat64(), watch:
         for plan in PLANS[:2]:
-            planned(*plan)(model).forward_backward(dress(SMALL, 5), PPO.loss)
+            planned(*plan)(model).forward_backward(with_random_facts(SMALL, 5), PPO.loss)
     assert watch.found == []
 
 
@@ -145,7 +145,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
     for shape in ("1 part", "N/4", "one segment per part", "shared prefill"):
         engine = planned(shape, keep)
         engine.plans.clear()
-        engine(model).forward_backward(dress(SMALL, 5), SFT.loss)
+        engine(model).forward_backward(with_random_facts(SMALL, 5), SFT.loss)
         slots, plan = made[-1], engine.plans[-1]
         assert not any(grown) and slots._in_use == 0
         assert slots.most == slots._rows == plan.cached_states
@@ -163,7 +163,7 @@ def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch)
     monkeypatch.setattr(paths.Scans, "suits", True)
     with PureFloat64():
         truth, found = measure(
-            make_model(family, dtype=torch.float64), dress(SMALL, 7), [planned(*plan) for plan in PLANS]
+            make_model(family, dtype=torch.float64), with_random_facts(SMALL, 7), [planned(*plan) for plan in PLANS]
         )
     assert any(not call["final"] for call in kernel.calls) and any(call["final"] for call in kernel.calls)
     for gradient in found:

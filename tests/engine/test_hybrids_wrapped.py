@@ -19,14 +19,14 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.recurrent_layers import kind_of
 from treetrain.testing import linear
 from treetrain.testing.contract import PPO, SFT, PureFloat64
-from treetrain.testing.forests import dress
+from treetrain.testing.forests import with_random_facts
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")
 
 TRUNK = list(range(10))
 IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23, 24], [*TRUNK, 25, 26], [*TRUNK[:4], 27, 28, 29], [30, 31, 32]])
-ROWS = dress(IDS, 4)
+ROWS = with_random_facts(IDS, 4)
 PLANS = [("1 part", "none"), ("chunks of 2", "mixed")]
 
 

@@ -19,11 +19,11 @@ from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import check_experts
 from treetrain.testing import linear
 from treetrain.testing.contract import SFT
-from treetrain.testing.forests import dress
+from treetrain.testing.forests import with_random_facts
 from treetrain.verification.bench import PaddedEngine
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
-ROWS = dress(IDS, 3)
+ROWS = with_random_facts(IDS, 3)
 ROUTED = moe.at_random(ROWS, 2)
 LOSS = SFT.loss
 

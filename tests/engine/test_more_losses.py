@@ -11,10 +11,10 @@ from treetrain.engine.engine import LinearEngine
 from treetrain.engine.loss import summed
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64, check_contract, expected
-from treetrain.testing.forests import dress, whole_pairs
+from treetrain.testing.forests import whole_pairs, with_random_facts
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2]]
-ROWS = whole_pairs(dress(IDS, 6))  # pairs: 0 1, 2 3, 4 5, 6 7
+ROWS = whole_pairs(with_random_facts(IDS, 6))  # pairs: 0 1, 2 3, 4 5, 6 7
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from treetrain.engine.runtime import is_out_of_memory
 from treetrain.planning.plan import Plan
 from treetrain.testing import linear
 from treetrain.testing.contract import PPO, SFT, PureFloat64
-from treetrain.testing.forests import dress
+from treetrain.testing.forests import with_random_facts
 
-ROWS = dress(IDS, 4)
+ROWS = with_random_facts(IDS, 4)
 CASES = {"sft": SFT, "ppo": PPO}
 
 

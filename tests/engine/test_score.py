@@ -18,7 +18,7 @@ from treetrain.engine.executor import Executor
 from treetrain.planning.cost import CostModel
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import VOCAB, dress, forests
+from treetrain.testing.forests import VOCAB, forests, with_random_facts
 
 TRUNK = list(range(9))
 ROWS = [
@@ -164,7 +164,7 @@ def test_a_mask_of_another_shape_is_refused(model):
 
 
 def test_forward_backward_computes_what_a_mask_wants(model):
-    rows = dress([row for row in ROWS if len(row) > 1], 3)
+    rows = with_random_facts([row for row in ROWS if len(row) > 1], 3)
     mask = [np.arange(len(row) - 1) % 2 for row in rows]
 
     class Sum:

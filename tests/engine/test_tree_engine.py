@@ -14,10 +14,10 @@ from treetrain.engine.engine import LinearEngine
 from treetrain.engine.loss import add_metrics
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import dress, runs, trajectories
+from treetrain.testing.forests import runs, trajectories, with_random_facts
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
-ROWS = dress(IDS, 5)
+ROWS = with_random_facts(IDS, 5)
 PPO = tt.losses.ppo(entropy=0.05)
 LOSSES = {"sft": tt.losses.sft(), "sft per trajectory": tt.losses.sft(reduction="trajectory"), "ppo": PPO}
 engines = pytest.mark.parametrize("engine", [tt.TreeEngine, LinearEngine])

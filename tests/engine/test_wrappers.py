@@ -13,13 +13,13 @@ from support.pairwise import pairwise
 from support.plans import planned
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import dress
+from treetrain.testing.forests import with_random_facts
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
-ROWS = dress(IDS, 3)
+ROWS = with_random_facts(IDS, 3)
 LOSSES = {
     "sft": (tt.losses.sft(), lambda logp, entropy, facts: -logp),
     "ppo": (

@@ -49,7 +49,7 @@ from treetrain.testing.contract import (
     expected,
     measured,
 )
-from treetrain.testing.forests import VOCAB, dress
+from treetrain.testing.forests import VOCAB, with_random_facts
 
 ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 3, 2], [5, 6, 13, 14], [5, 6, 7, 8, 9, 10, 3, 4], [20, 21, 22]]
 EXACT = 1e-10
@@ -518,7 +518,7 @@ def random_forests(count: int, seed: int = 0) -> list[Rows]:
             rows += [[*trunk[:9], *rng.integers(0, VOCAB, rng.integers(1, 4)).tolist()] for _ in range(5)]
         else:
             rows += [rng.integers(0, 2, rng.integers(1, 9)).tolist() for _ in range(6)]
-        forests.append(dress(rows, seed + number))
+        forests.append(with_random_facts(rows, seed + number))
     return forests
 
 

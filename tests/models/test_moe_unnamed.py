@@ -10,7 +10,7 @@ from support.plans import planned
 from treetrain.errors import UnsupportedModel
 from treetrain.testing import linear
 from treetrain.testing.contract import SFT, measured
-from treetrain.testing.forests import dress
+from treetrain.testing.forests import with_random_facts
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 
@@ -26,7 +26,7 @@ def unnamed(model, monkeypatch):
 def test_routers_that_the_model_does_not_name_are_found_beside_its_experts(monkeypatch):
     model = unnamed(make_model("glm4_moe", torch.float64), monkeypatch)
     assert [router.name for router in tt.TreeEngine(model).capabilities.experts.routers] == ["model.layers.1.mlp.gate"]
-    rows = at_random(dress(IDS, 3), 1)
+    rows = at_random(with_random_facts(IDS, 3), 1)
     loss, gradient = expected(model, rows, [SFT], 0.0)[0]
     found = measured(model, rows, SFT, planned("chunks of 2", "mixed"))
     assert found[0] == pytest.approx(loss, rel=1e-6) and linear.relative_error(found[1], gradient) <= 1e-6

@@ -63,7 +63,7 @@ def test_a_collision_of_hashes_merges_nothing_that_differs(monkeypatch):
 
 def test_rows_routed_by_different_models_are_refused():
     other = tt.Trajectory([1, 2], experts=np.zeros((2, 3, 1), int))
-    with pytest.raises(DataError, match=r"row 2: experts have 3 layers of 1, those of row 1 1 of 2"):
+    with pytest.raises(DataError, match=r"row 2: experts have 3 layers of 1, row 1 has 1 of 2"):
         tt.build_tree([[1], row([1, 2], [0, 0]), other])
 
 

@@ -8,10 +8,10 @@ from support import moe
 from support.models import make_model
 from treetrain.engine.routing import Routing
 from treetrain.errors import UnsupportedModel
-from treetrain.testing.forests import dress
+from treetrain.testing.forests import with_random_facts
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
-ROWS = dress(IDS, 3)
+ROWS = with_random_facts(IDS, 3)
 
 
 @pytest.mark.parametrize(("family", "recorded"), [("qwen3_moe", True), ("glm4_moe", False), ("gpt_oss", False)])

@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         self.option("train", text, "all", choices=["all", "last"])
         text = "Read the value at PATH of a record as KEY: reward=result.score."
         self.option("map", text, [], action="extend", nargs="+", type=_key_and_path, metavar="KEY=PATH")
-        text = "Read only calls whose value at PATH is VALUE: model=my-policy leaves out those of a judge."
+        text = "Read only calls whose value at PATH is VALUE: model=my-policy leaves out a judge's."
         self.option("where", text, [], action="extend", nargs="+", type=_key_and_path, metavar="PATH=VALUE")
         text = "skip: leave out records that cannot be used, and list them in treetrain-skipped.txt."
         self.option("on_error", text, "stop", choices=["stop", "skip"])
@@ -143,7 +143,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> "Shape":
-    """The named `shape` if given, else that of `model`, else the default shape. Only `model` needs torch."""
+    """Find the named `shape` if given, else the shape of `model`, else the default shape. Only `model` needs torch."""
     from treetrain.inspection.report import Shape
     from treetrain.planning.cost import ModelShape
 

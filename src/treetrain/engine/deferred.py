@@ -121,7 +121,7 @@ class Deferral:
 
     Args:
         name: the call that scored, for messages.
-        parameters: those that will get gradients.
+        parameters: the parameters that will get gradients.
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter]):

@@ -29,11 +29,11 @@ from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
 
 Metrics = dict[str, tuple[Any, Any]]
-"""Name -> (weighted sum, weight), numbers or scalar tensors; those of parts, micro-batches and ranks are added."""
+"""Name -> (weighted sum, weight), numbers or scalar tensors. Metrics of parts, micro-batches and ranks are added."""
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
-    """Metrics of two parts as those of both: sums, but extremes of those named `_max` or `_min` (weight 1 or 0)."""
+    """Add the metrics of two parts. Names that end in `_max` or `_min` (weight 1 or 0) keep the extreme instead."""
     total = dict(a)
     for name, (value, weight) in b.items():
         if name in total and name.endswith(("_max", "_min")):
@@ -81,31 +81,31 @@ class StepResult:
     unique_tokens: int
     """Tokens of the tree."""
     computed_tokens: int
-    """Tokens that went through the model: the tree's, less those that no wanted prediction depends on."""
+    """Tokens that went through the model: tokens of the tree that some wanted prediction depends on."""
     recomputed_tokens: int
-    """Tokens of the passes without graph: prefills, and whole passes before the first backward."""
+    """Tokens of passes without graph: prefills, and whole passes before the first backward."""
     parts: int
-    """Forward-backward passes it took."""
+    """Number of forward-backward passes."""
     attention: Mapping[str, int] = field(default_factory=dict)
-    """Attention calls of its forwards, by the backend that ran."""
+    """Number of attention calls in forwards, by backend."""
 
     @cached_property
     def loss(self) -> float:
-        """Sum over all trajectories divided by the normaliser."""
+        """The sum over all trajectories divided by the normaliser."""
         return _read([self.loss_tensor])[0]
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Means of what the loss reports."""
+        """The means of the metrics that the loss reports."""
         return mean_metrics(self.metric_sums)
 
     def on_host(self) -> "StepResult":
-        """The same with plain numbers; waits for the device."""
+        """Return the same result with plain numbers; waits for the device."""
         return replace(self, loss_tensor=self.loss, metric_sums=read_metrics(self.metric_sums))
 
 
 def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:
-    """The results of a step's parts as one, without waiting for the device.
+    """Add the results of a step's parts, without waiting for the device.
 
     Args:
         over: divides the loss.
@@ -189,7 +189,7 @@ class Loss:
     reads_untrained: ClassVar[bool] = False
     """Whether the loss must see predictions and rows without a loss weight."""
     by_prediction: ClassVar[bool] = False
-    """Whether each x depends on one prediction only, and the normaliser is that of the reduction."""
+    """Whether each x depends on one prediction only, and the normaliser is the reduction's."""
 
     reduction: Reduction = "token"
     """Mean over all tokens of the step, or over each trajectory's tokens first."""

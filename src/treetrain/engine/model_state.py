@@ -55,7 +55,7 @@ class ModelState:
         if not torch.equal(self._weights, self._sums()):
             raise RuntimeError(
                 f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
-                "would be those of other weights: call backward first, or score again"
+                "would belong to other weights: call backward first, or score again"
             )
         change = self._change()
         if change is not None:

@@ -21,9 +21,9 @@ class TreeArgs(BaseModel):
     """The plugin's settings."""
 
     tree_groups: str | None = "input_ids"
-    """As `key` of `tt.group_batches`; null keeps Axolotl's order of rows."""
+    """The `key` of `tt.group_batches`; null keeps Axolotl's order of rows."""
     tree_budget: int | str | None = None
-    """As `budget` of `tt.share_prefixes`."""
+    """The `budget` of `tt.share_prefixes`."""
 
 
 class TreePlugin(BasePlugin):

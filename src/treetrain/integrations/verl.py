@@ -141,7 +141,7 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
 
 
 def wanted(data: TensorDict) -> list[Tensor]:
-    """The predictions that verl's losses read, per row bool [L_k - 1]: those of the response, or of the loss mask."""
+    """Mark the predictions that verl's losses read, bool [L_k - 1] per row: the response's, or the loss mask's."""
     rows, lengths = data["input_ids"], data["input_ids"].offsets().diff().tolist()
     if "responses" in data:
         responses = data["responses"]
@@ -157,7 +157,7 @@ def wanted(data: TensorDict) -> list[Tensor]:
 
 
 def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:
-    """The scores as verl's losses take them: jagged [K, L_k], the last entry of each row 0."""
+    """Arrange the scores as verl's losses take them: jagged [K, L_k], the last entry of each row 0."""
 
     def jagged(rows: Sequence[Tensor]) -> Tensor:
         values = torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in rows])

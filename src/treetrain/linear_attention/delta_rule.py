@@ -283,9 +283,15 @@ def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
     repeat = v.shape[1] // k.shape[1]
     if repeat > 1:
         q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
+    # The WY form (see the top of this file). Along a path with states S, token i adds k_i u_i^T to the state, where
+    #     u_i = beta_i (v_i - S_i^T k_i),    S_i = since_i S_entry + sum over j above i of between_ij k_j u_j^T
+    # with S_i the decayed state that it reads. Put into one another, all u of a tile solve one triangular system:
+    #     u_i + beta_i sum_j between_ij (k_i . k_j) u_j = beta_i v_i - beta_i since_i S_entry^T k_i
+    # Its matrix does not depend on S_entry, so it is solved once for both terms on the right: U = stored_v - W S_entry.
+    # The triangular solve reads only what is below the diagonal; tokens on other branches have between = 0.
     known = torch.cat([v * beta, k * (beta * since)], -1)
-    # The columns: what each token stores, and what it removes from the entry state under its key.
     stored = torch.linalg.solve_triangular(own * beta, known, upper=False, unitriangular=True)
+    # A query sees its own token too: o_i = since_i S_entry^T q_i + sum over j up to i of between_ij (q_i . k_j) u_j.
     out, taken = (seen @ stored).split([v.shape[-1], k.shape[-1]], -1)
     of_state = q * since - taken
     if not len(tiles.exit_slot):
@@ -293,6 +299,7 @@ def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
     at, until = so_far, so_far[tiles.exit_tile, :, tiles.exit_slot]  # [n, H, C], [x, H]
     if not tiles.one_each:
         k, stored, at = (x.index_select(0, tiles.exit_tile) for x in (k, stored, at))
+    # An exit state: S_exit = until S_entry + sum over j up to the exit of (decay from j to the exit) k_j u_j^T.
     left = (until[..., None] - at).masked_fill(tiles.exit_hidden[:, None], float("-inf")).exp()[..., None]
     exit_out, taken = ((k * left).transpose(-1, -2) @ stored).split([v.shape[-1], k.shape[-1]], -1)
     kept = until.exp()[..., None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)

@@ -67,21 +67,24 @@ Surrogate = Literal["logprob", "clipped", "clipped sequence"]
 
 
 def k1(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """l - ref: unbiased, can be negative, high variance.
+    """Estimate the KL by l - ref: unbiased, can be negative, high variance.
 
-    Its gradient is that of l alone, with mean 0 on tokens sampled from the policy. So it measures the KL, but as a
-    loss it does not reduce it. Train with k2 or k3.
+    Its gradient is the gradient of l, whose mean is 0 on tokens sampled from the policy. So it measures the KL, but as
+    a loss it does not reduce it. Train with k2 or k3.
     """
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """(l - ref)^2 / 2: biased, never negative; its gradient is an unbiased estimate of that of KL(policy || ref)."""
+    """Estimate the KL by (l - ref)^2 / 2: biased, never negative, low variance.
+
+    Its gradient is an unbiased estimate of the gradient of KL(policy || ref).
+    """
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """exp(ref - l) - 1 - (ref - l): unbiased, never negative, low variance.
+    """Estimate the KL by exp(ref - l) - 1 - (ref - l): unbiased, never negative, low variance.
 
     GRPO uses it (arXiv 2402.03300, eq. 4).
     """
@@ -129,10 +132,10 @@ class DistillLoss(Loss):
     by_prediction = True
 
     estimator: Literal["k2", "k3"] = "k3"
-    """The loss of a token, never negative; the gradients given here are those on rows that the student sampled.
-    "k2": (l - t)^2 / 2. Its gradient is that of KL(student || teacher), the same as that of -A l with A = t - l.
-    "k3": exp(t - l) - 1 - (t - l), an unbiased estimate of KL(student || teacher). Its gradient, 1 - exp(t - l), is
-    that of KL(teacher || student), and is large where the teacher gives a token a much higher probability."""
+    """The loss of a token, never negative. On rows that the student sampled the gradients are:
+    "k2": (l - t)^2 / 2 has the gradient of KL(student || teacher), which is also that of -A l with A = t - l.
+    "k3": exp(t - l) - 1 - (t - l), an unbiased estimate of KL(student || teacher), has the gradient 1 - exp(t - l) of
+    KL(teacher || student). It is large where the teacher gives a token a much higher probability."""
 
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         teacher, shares = facts.teacher_logprobs, facts.shares(self.reduction)
@@ -160,7 +163,7 @@ class ValueLoss(Loss):
     by_prediction = True
 
     clip: float | None = numeric(0.2, high=math.inf)
-    """c; None for (v - R)^2 / 2, without `values`."""
+    """c. None makes the loss (v - R)^2 / 2, which needs no `values`."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -201,9 +204,10 @@ class PolicyLoss(Loss):
     * entropy of the policy + value_coefficient * value loss.
 
     Metrics: policy_loss, advantage; with clipping ratio (and _max, _min), clip_fraction (and _low, _high), approx_kl =
-    KL(old || now); kl and entropy where computed; those of `ValueLoss`. With a correction: importance (the mean factor;
-    _max and _min are taken before the cap), importance_square (the mean of its square: importance^2 / importance_square
-    is the effective share of the tokens), importance_capped (the share above the cap), rollout_kl = KL(rollout || old).
+    KL(old || now); kl and entropy where computed; the metrics of `ValueLoss`. With a correction: importance (the mean
+    factor; _max and _min are taken before the cap), importance_square (the mean of its square: importance^2 /
+    importance_square is the effective share of the tokens), importance_capped (the share above the cap), rollout_kl =
+    KL(rollout || old).
     """
 
     surrogate: Surrogate = "clipped"
@@ -222,7 +226,7 @@ class PolicyLoss(Loss):
     kl: float = numeric(0.0)
     """Coefficient of the KL to the reference policy; above 0 rows need ref_logprobs."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See `KL_ESTIMATORS`. k1 has no useful gradient."""
+    """The estimator in `KL_ESTIMATORS`. k1 has no useful gradient."""
     entropy: float = numeric(0.0)
     """Coefficient of the entropy bonus."""
     log_entropy: bool = False
@@ -431,7 +435,7 @@ class GSPOLoss(PolicyLoss):
     s = exp(sum of w (l - old) / sum of w) over the row's tokens, w being the loss weights: the likelihood ratio of
     the row, to the power of 1 / length. KL and entropy are means over the row's tokens, then over rows. The bounds are
     much narrower than a token's, since s is a mean; the defaults are the paper's (section 5.1). The metrics ratio and
-    clip_fraction are those of rows.
+    clip_fraction are about rows.
     """
 
     reduction: Reduction = fixed("trajectory")

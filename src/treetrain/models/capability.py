@@ -77,7 +77,7 @@ class LogitMap:
         return slope
 
     def pull_back_(self, grad: Float[Tensor, "*rows"], slope: Float[Tensor, "*rows"] | None) -> Float[Tensor, "*rows"]:
-        """Turn the gradient of the mapped logits into that of the given logits, in place."""
+        """Turn the gradient of the mapped logits into the gradient of the given logits, in place."""
         if slope is not None:
             return grad.mul_(slope)
         scale = self.factor / self.divisor
@@ -410,7 +410,7 @@ def _check_adapter(model: nn.Module) -> None:
     if tokens:
         raise UnsupportedModel(
             f"alora_invocation_tokens={list(tokens)}: an activated LoRA begins at the last such tokens of a call, "
-            "which on a tree are those of another row; use LoRA without them."
+            "which on a tree may belong to another row; use LoRA without them."
         )
 
 
@@ -455,7 +455,7 @@ def _check_noise(model: nn.Module) -> None:
 def _check_rotary(model: nn.Module, config: Any) -> int | None:
     """The longest row for which rotary frequencies do not depend on the length; None for any length.
 
-    A tree runs in one or several calls, and their lengths differ from those of its rows. So scalings that depend on the
+    A tree runs in one or several calls, whose lengths are not the lengths of its rows. So scalings that depend on the
     length are exact only if every row is within this limit.
 
     Raises:

@@ -89,7 +89,7 @@ def load_model(
 
 
 def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
-    """Load the configuration of a model. Names and errors are those of `load_model`."""
+    """Load the configuration of a model; takes the names and raises the errors of `load_model`."""
     name = str(name_or_path)
     if name in PRESETS:
         return _preset_config(**PRESETS[name])
@@ -260,7 +260,7 @@ def _model_folder(name: str) -> Path | None:
 
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:
-    """Refuse a model some of whose weights are not those of its files: transformers would draw them at random.
+    """Refuse a model if some weights are not in its files: transformers would draw them at random.
 
     Args:
         found: transformers' loading info.
@@ -323,12 +323,12 @@ class ClassFound:
     model_type: str
     model_class: str
     verdict: Literal["exact", "refused", "untried"]
-    """exact: gradients of a small random model equal those of its separate rows; refused: with an error, before any
-    work; untried: the tests could not run it, and it is checked when it is loaded."""
+    """exact: gradients of a small random model equal the gradients of its separate rows. refused: an error names the
+    reason before any work. untried: the tests could not run it; it is checked when it is loaded."""
     reason: str = ""
     """The error message if refused; why it was not tried if untried; why its bound is wider if exact."""
     layers: tuple[str, ...] = ()
-    """Kinds of layers of the small model; if it was not run, those that its configuration names."""
+    """Kinds of layers of the small model, or in its configuration if it was not run."""
     float64: float | None = None
     """Worst relative error of the whole gradient in float64 against separate rows; two digits."""
     float32: float | None = None
@@ -336,7 +336,7 @@ class ClassFound:
     rows_float32: float | None = None
     """Worst error of the separate rows in float32 against float64; only where it makes the bound wider."""
     bfloat16: float | None = None
-    """Error in bfloat16 divided by that of the separate rows in bfloat16, pooled over forests."""
+    """Error in bfloat16 divided by the error of the separate rows in bfloat16, pooled over forests."""
 
     @property
     def errors(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Recurrent layers: recognises those that are exact on a tree, and runs their forward in tree mode.
+"""Recognises the recurrent layers that are exact on a tree, and runs their forward in tree mode.
 
 A layer is recognised by its submodules and parameters, not by its name. Another class may combine the same parts
 differently, so a tiny layer of the class is run once, by its own forward and by ours, before the class is accepted.
@@ -130,7 +130,7 @@ class Kind(NamedTuple):
     """Names of its own parameters."""
     forward: Callable[[Any, Tensor, Paths], Tensor]
     heads: Callable[[Any], int]
-    """The number of its heads of queries and keys (channels of a convolution), which ranks can share."""
+    """Returns its number of heads of queries and keys, or channels of a convolution, which ranks can share."""
 
 
 _DELTA, _OWN = "gated DeltaNet", {"dt_bias", "A_log"}
@@ -182,7 +182,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def recurrent_heads(model: nn.Module) -> dict[int, str]:
-    """Units of the recurrent layers that ranks can share, by how many there are in a layer."""
+    """Name the units of the recurrent layers that ranks can share, by how many a layer has."""
     layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
     return {kind.heads(layer): "key heads" if kind.what == _DELTA else "channels" for layer, kind in layers}
 
@@ -221,7 +221,7 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
     ]
     if unknown:
         name, kind = unknown[0]
-        for inner, inner_kind in unknown[1:]:  # a block's name may contain that of its mixer: name the innermost
+        for inner, inner_kind in unknown[1:]:  # a block's name may contain its mixer's: name the innermost
             if inner.startswith(f"{name}."):
                 name, kind = inner, inner_kind
         raise UnsupportedModel(

@@ -9,11 +9,11 @@ once. A token that two ranges need is computed on both ranks, and the cost of bo
 
 Why it is right. Let rows f and l be the first and the last that need a token. The rows between them pass through it
 too, so the range [i, j) needs it exactly when f < j and l >= i. Let opened[j] be the seconds of all tokens with f < j,
-and closed[i] those of all tokens with l < i. Then a non-empty range takes opened[j] - closed[i], which grows with j and
-falls with i. So filling one rank after the other up to a limit needs the fewest ranks, and bisection finds the smallest
-limit that works. The sum over ranks is the tree's seconds plus opened[b] - closed[b] for every inner bound b: the
-seconds of tokens computed on both sides. Among the bounds allowed by the limit, the one with the smallest such cost is
-taken. Seconds are rounded to integer multiples of one unit, so sums are exact and every rank finds the same cut.
+and closed[i] the seconds of all tokens with l < i. Then a non-empty range takes opened[j] - closed[i], which grows with
+j and falls with i. So filling one rank after the other up to a limit needs the fewest ranks, and bisection finds the
+smallest limit that works. The sum over ranks is the tree's seconds plus opened[b] - closed[b] for every inner bound b:
+the seconds of tokens computed on both sides. Among the bounds allowed by the limit, the one with the smallest such cost
+is taken. Seconds are rounded to integer multiples of one unit, so sums are exact and every rank finds the same cut.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Dispatch:
     """A batch divided over ranks."""
 
     trajectories: list[Int64s]
-    """Per rank: the numbers of its trajectories, ascending; may be empty."""
+    """The numbers of each rank's trajectories, ascending; a rank may have none."""
     seconds: Float64[np.ndarray, " ranks"]
     """Predicted seconds of a step's work, waiting and communication excluded."""
     tokens: Int64[np.ndarray, " ranks"]
@@ -149,12 +149,16 @@ class Balancer:
 def cut_evenly(
     opened: Int64[np.ndarray, " _"], closed: Int64[np.ndarray, " _"], ranges: int, slack: int = 0
 ) -> Int64[np.ndarray, " _"]:
-    """Ranges + 1 entries: bounds, from 0 to U, that cut U places so that the costliest range is as cheap as possible.
+    """Cut U places into ranges so that the costliest range is as cheap as possible.
 
     Args:
         opened: U + 1 entries, ascending: the cost of all tokens first needed before each place.
         closed: U + 1 entries, ascending: the cost of all tokens last needed before each place.
+        ranges: number of ranges.
         slack: how far a range may exceed the smallest limit, to reduce the cost that is paid twice.
+
+    Returns:
+        ranges + 1 bounds, from 0 to U.
     """
     last = len(opened) - 1
     if last == 0:
@@ -167,10 +171,14 @@ def cut_evenly(
             bounds.append(int(np.searchsorted(opened, limit + closed[bounds[-1]], side="right")) - 1)
         return bounds
 
+    # First pass: the smallest limit within which the ranges, each filled up to it, reach the end.
     low, high = int((opened[1:] - closed[:-1]).max()), int(opened[-1])
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if filled(middle)[-1] == last else (middle + 1, high)
+    # Second pass, from the last bound to the first: many bounds keep all ranges within this limit. A bound may lie
+    # where filled ranges end at the latest, and where the range behind it just fits at the earliest. Between these the
+    # place is taken where the fewest seconds are needed on both sides.
     furthest, paid_twice = filled(low + slack), opened - closed
     bounds = [last]
     for latest in furthest[-2:0:-1]:
@@ -194,7 +202,7 @@ def _sums(values: NDArray[np.int64]) -> Int64s:
 
 
 def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64[np.ndarray, " K"]:
-    """Tree index of the last of each trajectory's first `lengths` tokens; -1 for none."""
+    """Find the last of each trajectory's first `lengths` tokens in the tree; -1 for a trajectory of length 0."""
     last = np.full(tree.num_trajectories, -1, np.int64)
     for row, segment in tree.climb(np.where(lengths > 0, tree.trajectory_last, -1), lengths - 1):
         start = tree.segment_start[segment]
@@ -203,7 +211,7 @@ def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64[np.ndarray, " K"]:
 
 
 class _Needed(NamedTuple):
-    """T tokens that rows need, and the first and the last place that needs each; int64 [T]."""
+    """T tokens that rows need, with the first and the last place that needs each; all int64 [T]."""
 
     tokens: Int64s
     first: Int64s

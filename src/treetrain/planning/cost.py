@@ -3,9 +3,9 @@
 The numbers come from the model itself, counted layer by layer (``engine/costs.py``), or from the sizes of a plain
 decoder (`ModelShape`), for planning without a model.
 
-FLOPs are those of matrix products, a multiplication and an addition counted as two. Norms, activations, rotary
-embeddings, softmax and the optimiser are left out. A backward needs two products for each product of the forward, so a
-step is three forwards.
+Only matrix products are counted; a multiplication and an addition are two FLOPs. Norms, activations, rotary embeddings,
+softmax and the optimiser are left out. A backward needs two products for each product of the forward, so a step is
+three forwards.
 
 Why it is right. Time is a sum over passes, since passes run one after the other: FLOPs over their speed, plus a fixed
 cost per pass (launches, Python, autograd, weights read and gradients written). Memory is a maximum over time, since
@@ -59,7 +59,6 @@ class ModelCounts:
     """Width of the residual stream."""
     vocab: int
     parameters: int
-    """Number of parameters."""
     parameters_in_layers: int
     """Parameters in the layers, all experts included."""
     dtype_bytes: int
@@ -69,7 +68,6 @@ class ModelCounts:
     heads: int = 1
     """Query heads."""
     kv_heads: int = 1
-    """Key/value heads."""
     experts: int = 0
     """Experts of a layer; 0 for a model without any."""
     experts_per_token: int = 0
@@ -84,7 +82,7 @@ class ModelCounts:
     saved_layers: float
     """Bytes per token that the layers save for backward, without checkpointing."""
     saved_layer: float
-    """The same for the layer that saves most."""
+    """Bytes per token that the layer that saves most saves."""
     saved_outside: float
     """Bytes per token saved outside the layers, such as by the last norm."""
     saved_pass: float = 0.0
@@ -98,7 +96,7 @@ class ModelCounts:
     cache_token: float
     """Bytes of keys, values and their gradients per cached token, all layers."""
     cache_layer: float
-    """The same for the largest layer."""
+    """Bytes of keys, values and their gradients per cached token in the largest layer."""
     cache_state: float = 0.0
     """Bytes of the recurrent states after one token and their gradients, all layers."""
     logit: float
@@ -143,7 +141,7 @@ class ModelCounts:
         return 3.0 * (tokens * self.token_flops + self.pair_flops(pairs) + 2 * head_rows * self.hidden * self.vocab)
 
     def checkpointed(self, checkpointing: bool) -> Self:
-        """The same model with or without gradient checkpointing of every layer."""
+        """Return the counts with or without gradient checkpointing of every layer."""
         return replace(self, checkpointing=checkpointing)
 
 
@@ -152,7 +150,6 @@ class ModelShape:
     """The sizes of a plain decoder: full attention and gated MLPs in every layer, as in Llama, Qwen3 and Qwen3-MoE."""
 
     layers: int
-    """Number of decoder layers."""
     hidden: int
     """Width of the residual stream."""
     intermediate: int
@@ -162,9 +159,7 @@ class ModelShape:
     kv_heads: int
     """Key/value heads; a divisor of `heads`."""
     head_dim: int
-    """Size of a head."""
     vocab: int
-    """Size of the vocabulary."""
     tied: bool
     """Whether LM head and embedding share one matrix. This changes the memory, not the FLOPs."""
     experts: int = 0
@@ -185,7 +180,7 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A well-known shape, for planning without a model.
+        """Look up a well-known shape, for planning without a model.
 
         Args:
             name: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b, qwen3-235b-a22b or
@@ -207,7 +202,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, shape: "ModelShape | str") -> "ModelShape":
-        """The shape itself, or the one with this name."""
+        """Return a shape, or look one up by its name."""
         return cls.named(shape) if isinstance(shape, str) else shape
 
     @property
@@ -323,13 +318,13 @@ class Speeds:
     head: float
     """FLOP/s of the LM head with its softmax, forward and backward."""
     backward_ratio: float
-    """Time of a layer's backward over that of its forward: 2, or 3 with checkpointing."""
+    """Time of a layer's backward divided by the time of its forward: 2, or 3 with checkpointing."""
     graph_pass: float
     """Fixed seconds of a forward and backward: launches, Python, autograd; weights read, gradients written."""
     forward_pass: float
     """Fixed seconds of a pass without graph."""
     source: str
-    """Where the numbers come from."""
+    """Says where the numbers come from."""
 
     @classmethod
     def on(cls, device: Device, counts: ModelCounts) -> Self:
@@ -433,12 +428,11 @@ class CostModel:
     """Predicts the seconds and the peak memory of a training step under a plan."""
 
     counts: ModelCounts
-    """Counts of the model."""
     speeds: Speeds
     device: Literal["cpu", "cuda"] = "cpu"
     """Sets the memory allocator that is modelled, and the rows that the head scores at once."""
     links: WeightLinks | None = None
-    """FSDP: the seconds of gathering weights and reducing gradients; None if every rank holds them whole."""
+    """The seconds in which FSDP2 gathers weights and reduces gradients; None if every rank holds them whole."""
 
     @classmethod
     def from_shape(
@@ -465,7 +459,7 @@ class CostModel:
 
     @classmethod
     def of(cls, cost: "CostModel | ModelShape | str") -> "CostModel":
-        """A cost model; from a shape or its name, by formula on a CPU."""
+        """Return a cost model, or make one by formula on a CPU from a shape or its name."""
         if not hasattr(cost, "seconds"):  # prices of one's own have the same methods
             expect("cost", cost, (ModelShape, str), "a CostModel, a ModelShape or its name, such as qwen3-8b")
         return cls.from_shape(ModelShape.of(cost)) if isinstance(cost, ModelShape | str) else cost
@@ -483,16 +477,18 @@ class CostModel:
         return cls(counts=counts, speeds=Speeds.on(device, counts), device=device.kind, links=links)
 
     def seconds(self, plan: Plan) -> float:
-        """Predicted seconds of one training step under a plan, the optimiser's step excluded."""
+        """Predict the seconds of one training step under a plan, without the optimiser's step."""
         return float(sum(self.seconds_by(plan).values()))
 
     def seconds_by(self, plan: Plan) -> dict[str, float]:
-        """Seconds by purpose.
+        """Predict the seconds of one training step by purpose.
 
-        work: FLOPs of forward and backward over their speeds.
-        recomputation: the second forward of all tokens that run twice; the head's too if everything is scored first.
-        passes: the fixed cost of every pass.
-        links: what FSDP's collectives add to the passes.
+        Returns:
+            work: the FLOPs of forward and backward divided by their speeds.
+            recomputation: the second forward of all tokens that run twice, and of the head if everything is scored
+                first.
+            passes: the fixed cost of every pass.
+            links: the seconds that FSDP's collectives add to the passes.
         """
         layout, parts, speeds, links = plan.layout, plan.num_parts, self.speeds, 0.0
         both, head = self.token_seconds(layout.positions), self.row_seconds * len(layout.rows)
@@ -510,15 +506,17 @@ class CostModel:
         }
 
     def passes(self, plan: Plan) -> Passes:
-        """The passes of `plan.events()` with their seconds. They sum to `seconds`, scoring passes excluded."""
+        """Predict the seconds of each of `plan.events()`. They sum to `seconds`, without passes that only score."""
         own = self._own_seconds(plan)
         if self.links is not None:
             own = {kind: seconds + self.links.added_seconds(kind, seconds) for kind, seconds in own.items()}
         return Passes(plan.kinds, [float(own[event.kind][event.number]) for event in plan.events()])
 
     def _own_seconds(self, plan: Plan) -> dict[str, Floats]:
-        """Seconds without links of every part's "forward" and "backward", of every "prefill", and of "scoring" parts
-        beforehand."""
+        """Predict the seconds of passes without links, one number for each part or prefill.
+
+        The kinds are "forward", "backward", "prefill", and "scoring" for parts that are scored beforehand.
+        """
         layout, parts, speeds = plan.layout, plan.num_parts, self.speeds
         both, forward_share = self.token_seconds(layout.positions), 1 / (1 + speeds.backward_ratio)
         whole = np.bincount(plan.part_of, both, parts)
@@ -535,7 +533,7 @@ class CostModel:
 
     @property
     def hiding_tokens(self) -> int:
-        """Tokens of a part whose forward and backward take as long as their links; 0 without links, and on a CPU."""
+        """Tokens of a part whose arithmetic takes as long as its links; 0 without links and on a CPU."""
         if self.links is None or self.links.not_hidden == 1:
             return 0
         forward = self.counts.token_flops / self.speeds.layers
@@ -544,7 +542,7 @@ class CostModel:
         return math.ceil(min(tokens, 1e9))
 
     def token_seconds(self, depth: Int64s) -> Floats:
-        """float64: seconds of the forward and backward of tokens at these depths, LM head and passes excluded."""
+        """Predict the seconds of forward and backward of each token at these depths, without LM head and passes."""
         both = 1 + self.speeds.backward_ratio
         seconds = np.full(len(depth), self.counts.token_flops * both / self.speeds.layers)
         for each, flops in self.counts.flops_by_range.items():
@@ -558,15 +556,15 @@ class CostModel:
 
     @property
     def row_seconds(self) -> float:
-        """Seconds of a hidden state through the LM head, forward and backward."""
+        """Seconds of a hidden state in the LM head, forward and backward."""
         return 6.0 * self.counts.hidden * self.counts.vocab / self.speeds.head
 
     def peak_bytes(self, plan: Plan) -> float:
-        """Predicted peak bytes of one training step, above model, gradients and optimiser state."""
+        """Predict the peak bytes of one training step, above model, gradients and optimiser state."""
         return float(sum(self.bytes_by(plan).values()))
 
     def bytes_by(self, plan: Plan) -> dict[str, float]:
-        """Bytes alive at the peak, by name.
+        """Predict the bytes that are alive at the peak, by name.
 
         kept graphs: tensors saved for backward by the kept ancestors of the running part.
         running graph: tensors saved by the running part; 0 for a pass without graph.
@@ -604,7 +602,7 @@ class CostModel:
         return {name: float(value) for name, value in peak.items()}
 
     def _working(self, tokens: Int64s, rows: Int64s, path: Int64s, graph: Floats) -> Floats:
-        """Bytes in addition to each part's graph at the worst moment of its forward and backward; arguments [P]."""
+        """Predict the bytes [P] beside each part's graph at the worst moment of its passes; all arguments are [P]."""
         model = self.counts
         gradient = self.counts.wide_bytes * model.hidden  # of a hidden state
         head = np.where(rows > 0, model.head_pass + gradient * rows + self._logits(rows), 0.0)
@@ -615,12 +613,12 @@ class CostModel:
         return np.maximum(np.maximum(head, layers), end)
 
     def _logits(self, rows: Int64s) -> Floats:
-        """Bytes of the logits of a chunk of rows, with their gradients."""
+        """Predict the bytes of the logits of a chunk of rows, with their gradients."""
         chunk = np.minimum(rows, head_chunk_rows(self.counts.vocab, self.device))
         return self.counts.vocab * self.counts.logit * chunk.astype(np.float64)
 
     def _prefills(self, plan: Plan, path: Int64s, above: Floats) -> tuple[Floats, Floats]:
-        """Per prefill: its own bytes, and those of the kept graphs above it."""
+        """Predict the bytes of each prefill, and of the kept graphs above it."""
         tokens = np.bincount(plan.prefill[plan.part_of[plan.is_recomputed_token]], minlength=plan.num_prefills)
         top = np.array([plan.prefill_parts(number)[0] for number in range(plan.num_prefills)], np.int64)
         # A loss that is not linear in the log-probabilities is scored in prefills too.
@@ -631,7 +629,7 @@ class CostModel:
 
 
 def budget_share(plan: Plan, counts: ModelCounts, budget: int) -> float:
-    """FLOPs of a step without recomputation over FLOPs with the least that a budget in tokens allows; at most 1."""
+    """Divide the FLOPs of a step without recomputation by the least that a budget in tokens allows; at most 1."""
     layout = plan.layout
     again = layout.positions[heights(layout) > budget]
     once = counts.flops(layout.num_tokens, counts.pairs_at(layout.positions), len(layout.rows))

@@ -3,7 +3,7 @@
 A collective takes a fixed time and a time per byte. Both depend on how many of its ranks share a node. Ranks of a node
 use its links with one another, and all their network connections together with other nodes. The slower of the two
 counts.
-Steps are those of a ring, as in NCCL's own model of its rings (``src/graph/tuning.cc`` of NVIDIA/nccl).
+The ranks are assumed to form a ring, as in NCCL's own model (``src/graph/tuning.cc`` of NVIDIA/nccl).
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Device:
     """Bytes per second that a rank can send within its node, while it receives as many."""
     node_ranks: int = 8
     network_bandwidth: float | None = None
-    """Bytes per second that a rank can send to other nodes; None: as within the node."""
+    """Bytes per second that a rank can send to other nodes; None takes `link_bandwidth`."""
     link_efficiency: float = 0.8
     """Fraction of both bandwidths that collectives reach."""
     collective_seconds: float = 2e-5
@@ -138,7 +138,8 @@ class Collective(NamedTuple):
         link = device.link_bandwidth * device.link_efficiency
         network = (device.network_bandwidth or device.link_bandwidth) * device.link_efficiency
         fixed = device.collective_seconds + (size - nodes) * device.link_seconds + (nodes - 1) * device.network_seconds
-        if self.operation == "all-to-all":  # each pair of ranks by itself
+        # Seconds per byte. A rank keeps 1 / size of the bytes and sends the rest.
+        if self.operation == "all-to-all":  # each rank sends its own share to every other rank
             inside, between = (in_node - 1) / size / link, (size - in_node) / size / network
         else:  # other nodes' shards come over the connections of all ranks of a node
             inside = (size - 1) / size / link if in_node > 1 else 0.0

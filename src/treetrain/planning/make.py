@@ -22,9 +22,11 @@ _UNITS = {"b": 1} | {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e\+?[0-9]{1,2})?\s*([a-z]+)")
 _SMALLEST_PARTS = 10_000
-"""The search for a budget in bytes tries token budgets down to the number of tokens divided by this, at least 1."""
+"""A search for a budget in bytes tries token budgets down to the number of tokens divided by this. Smaller parts would
+take minutes to plan and hours to run."""
 _TRIES, _CLOSE = 40, 0.97
-"""The search for a budget in bytes stops after this many plans, or when the peak reaches this share of the budget."""
+"""A search for a budget in bytes stops after this many plans, or when the predicted peak reaches this share of the
+budget. Predictions err by more than the 3% that are left (`USABLE`)."""
 
 
 def parse_budget(value: Any) -> int | Bytes | None:
@@ -64,6 +66,9 @@ def within_bytes(layout: PackedLayout, cost: Costs, limit: Bytes) -> tuple[Plan,
     Predicted peaks grow with the budget, nearly in proportion to it. So the search interpolates linearly between a
     budget that fits and one that does not.
 
+    Returns:
+        the plan, and the budget in tokens.
+
     Raises:
         ValueError: no plan fits.
     """
@@ -82,11 +87,13 @@ def within_bytes(layout: PackedLayout, cost: Costs, limit: Bytes) -> tuple[Plan,
         if fits is None:
             if above <= smallest:
                 break
+            # In proportion, and a tenth less, so that this one fits; at most half, so that few plans are made.
             guess = max(smallest, min(int(above * limit.count / peak_above * 0.9), above // 2))
         else:
             low, low_peak, _ = fits
             if low_peak >= _CLOSE * limit.count or above - low <= max(1, low // 50):
                 break
+            # A straight line between both, but at least a tenth of the way from either, so that both ends move.
             share = (limit.count - low_peak) / (peak_above - low_peak)
             guess = min(max(low + int((above - low) * min(max(share, 0.1), 0.9)), low + 1), above - 1)
     if fits is None:
@@ -107,13 +114,13 @@ SCORED_FIRST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
-    """The `Purpose` of a plan made by `make_plan`."""
+    """The `Purpose` of a plan that `make_plan` has made."""
 
     cost: CostModel
     budget: int | Bytes | None
-    """As given."""
+    """The budget that the caller gave."""
     tokens: int | None
-    """The resulting budget in tokens; None for no bound."""
+    """The budget in tokens that follows from it; None if tokens are not bounded."""
 
     def explanation(self, plan: Plan) -> dict[str, Any]:
         """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
@@ -210,8 +217,8 @@ def make_plan(
         cost: a cost model; or, for a cost model by formula, a model's shape or its name ("qwen3-8b", see
             `ModelShape.named`).
         budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
-            ("8GiB"; see `parse_budget`). None: parts of about PART_TOKENS if that needs no recomputation, bounded only
-            by `free_bytes`.
+            ("8GiB"; see `parse_budget`). None makes parts of about PART_TOKENS if that needs no recomputation, bounded
+            only by `free_bytes`.
         free_bytes: free bytes of the device, used without a budget.
 
     Raises:

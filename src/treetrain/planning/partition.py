@@ -48,7 +48,7 @@ possible is then preferred."""
 _FEW_BINS = 64
 """Siblings that share at most this many leaves fill them evenly."""
 _SEGMENTS_TRIED, _TOKENS_TRIED = 500_000, 10_000_000
-"""Segments and tokens over all tries; bounds the time of planning. The first two tries are always made."""
+"""Most segments and tokens of all tries together, which bounds the time of planning. The first two are always made."""
 
 
 def partition(
@@ -122,7 +122,7 @@ class _Cutter:
     """Cuts a tree of S segments and R regions into plans under a budget.
 
     Args:
-        budget: most tokens alive.
+        budget: the most tokens that may be alive at once.
         target: size that leaves need not exceed.
         prefill_limit: see `Plan.of_parts`.
     """
@@ -241,10 +241,8 @@ class _Cutter:
         """
         children: dict[int, list[int]] = defaultdict(list)
         pending = []  # (segment where a piece starts, tokens that may be alive from there down)
-        hanging, largest = (
-            [0] * len(kept_tokens),
-            [0] * len(kept_tokens),
-        )  # tokens of a segment's small subtrees, and of the largest one
+        hanging = [0] * len(kept_tokens)  # tokens of a segment's small subtrees
+        largest = [0] * len(kept_tokens)  # tokens of the largest of them
         kept, starts = kept_tokens.tolist(), (self.start + recomputed).tolist()
         alone = (kept_tokens + need).tolist()  # tokens alive from a segment down if it is a piece by itself
         for segment in np.flatnonzero(kept_tokens).tolist():
@@ -305,6 +303,9 @@ def _take_children(
         own, left = (alone[child], child), room - tokens
         others = needs[-1] if needs[-1] != own else needs[-2]
         fits = max(others[0], alone[child] - tokens) <= left
+        # Taking the child saves a part. But its tokens stay alive while all small subtrees of the piece run, so these
+        # fill leaves of `left` tokens instead of `room`: (owned + hanging) (1 / left - 1 / room) leaves more. The
+        # child is taken if that is at most one leaf.
         if not fits or (owned + hanging[child]) * tokens > room * left:
             below.append(child)
         else:
@@ -326,9 +327,10 @@ def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int
     count, tokens = len(owned), np.array(owned, np.int64)
     left = room - np.concatenate([[0], np.cumsum(tokens)])
     rest = np.maximum.accumulate(np.array([0, *largest[::-1]], np.int64))[::-1]
-    fits = np.maximum(rest, must) <= left
+    fits = np.maximum(rest, must) <= left  # what is left must hold the largest subtree that is not taken
     last = int(np.flatnonzero(fits)[-1])
     choices = []
+    # Small groups come first, so a few powers of two are enough to see how the number of parts changes.
     for taken in sorted({0, last, *(2**k for k in range(count.bit_length()) if 2**k <= last)}):
         if fits[taken]:
             parts = -(-tokens[taken:] // max(1, min(target, int(left[taken]))))
@@ -337,7 +339,7 @@ def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int
 
 
 class _Pieces:
-    """Runs of tokens and their pieces. Pieces can be joined (union-find); each final piece is a part."""
+    """Assigns ranges of tokens to pieces. Pieces can be joined (union-find); each piece at the end is a part."""
 
     def __init__(self) -> None:
         self._start: list[int] = []
@@ -346,7 +348,7 @@ class _Pieces:
         self._kept: list[int] = []
 
     def new(self, *, kept: bool = False) -> int:
-        """An empty piece."""
+        """Add an empty piece and return its number."""
         piece = len(self._joined)
         self._joined.append(piece)
         if kept:
@@ -354,7 +356,7 @@ class _Pieces:
         return piece
 
     def add(self, start: int, piece: int) -> None:
-        """Add a run that extends from `start` to the next run."""
+        """Give a piece the tokens from `start` up to the next start that is added."""
         self._start.append(start)
         self._piece.append(piece)
 
@@ -386,7 +388,7 @@ class _Pieces:
         return piece
 
     def parts(self, tokens: int) -> tuple[Int64s, Bools]:
-        """Part of every token, int64 [M], and whether each part is kept, bool [P]. Runs must cover all tokens."""
+        """Part of every token, int64 [M], and whether each part is kept, bool [P]. A start must be at token 0."""
         start = np.array(self._start, np.int64)
         order = np.argsort(start)
         piece = np.array([self._find(piece) for piece in self._piece], np.int64)[order]

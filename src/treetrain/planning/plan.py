@@ -24,12 +24,12 @@ Bools = NDArray[np.bool_]
 
 
 class Event(NamedTuple):
-    """One pass of the model: a forward or a backward."""
+    """One pass of the model."""
 
     kind: Literal["prefill", "forward", "backward"]
-    """prefill: a forward without graph over exported tokens of recomputed parts. forward: with graph."""
+    """A "prefill" runs exported tokens of recomputed parts without graph; a "forward" runs a part with graph."""
     number: int
-    """Number of the prefill, or of the part."""
+    """The number of the prefill or of the part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ class Plan:
     prefill: Int64[np.ndarray, " P"]
     """The prefill that runs a recomputed part's exported tokens; -1 for kept parts and leaves."""
     scores_first: Literal["no", "kept", "recomputed"] = "no"
-    """When the loss is evaluated. no: for each trajectory as soon as its last prediction is scored. kept: after all
-    parts have run forward, and all graphs are kept until then. recomputed: after all parts have run once without graph;
-    then they run as this plan says."""
+    """When the loss is evaluated. "no": for each trajectory as soon as its last prediction is scored. "kept": after all
+    parts have run forward, whose graphs are kept until then. "recomputed": after all parts have run once without graph;
+    they then run again as this plan says."""
     purpose: Purpose | None = None
     """The costs and the budget given to `make_plan`; None for a plan made otherwise."""
 
@@ -173,12 +173,12 @@ class Plan:
 
     @property
     def num_parts(self) -> int:
-        """Parts P."""
+        """Number of parts."""
         return len(self.parent)
 
     @property
     def num_prefills(self) -> int:
-        """Number of prefills; other passes without graph, which only score, are not counted."""
+        """Number of prefills. Other passes without graph, which only score, are not counted."""
         return int(self.prefill.max(initial=-1)) + 1
 
     @cached_property
@@ -237,7 +237,7 @@ class Plan:
         return replace(self, kept=self.is_inner, prefill=np.full_like(self.prefill, -1), scores_first="kept")
 
     def events(self) -> Iterator[Event]:
-        """The passes of a training step, in order, except those that only score parts without graph beforehand."""
+        """Yield the passes of a training step in order. Passes that only score parts beforehand are left out."""
         if self.scores_first == "kept":
             yield from (Event("forward", part) for part in range(self.num_parts))
             yield from (Event("backward", part) for part in reversed(range(self.num_parts)))
@@ -254,7 +254,7 @@ class Plan:
 
     @property
     def kinds(self) -> str:
-        """The events, one letter each: P(refill), F(orward), B(ackward)."""
+        """One letter for each event: P(refill), F(orward) or B(ackward)."""
         return "".join(event.kind[0].upper() for event in self.events())
 
     def exported_tokens(self, part: int) -> Int64[np.ndarray, " x"]:
@@ -296,13 +296,13 @@ class Plan:
         return again + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
 
     def graphs_beside(self, per_part: NDArray[Any]) -> NDArray[Any]:
-        """[P]: for each part, the sum of `per_part` [P] over the other parts whose graph is alive while it runs."""
+        """Sum `per_part` [P] over the other parts whose graph is alive while each part runs; returns [P]."""
         if self.scores_first == "kept":
             return np.cumsum(per_part) - per_part
         return self._above(np.where(self.kept, per_part, 0))
 
     def _above(self, per_part: NDArray[Any]) -> NDArray[Any]:
-        """[P]: for each part, the sum of `per_part` [P] over the parts on the path to it."""
+        """Sum `per_part` [P] over the parts on the path to each part; returns [P]."""
         above, total = [], [0] * (self.num_parts + 1)  # the last entry is read at roots, whose parent is -1
         for part, (parent, own) in enumerate(zip(self.parent.tolist(), per_part.tolist())):
             above.append(total[parent])
@@ -311,7 +311,7 @@ class Plan:
 
     @cached_property
     def alive(self) -> Int64[np.ndarray, " P"]:
-        """Tokens whose graph is alive while each part runs, kept ones included."""
+        """Tokens whose graph is alive while each part runs: its own and those of the kept parts above it."""
         return self.sizes + self.graphs_beside(self.sizes)
 
     @property
@@ -371,7 +371,7 @@ def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
 
 
 def _prefills(parent: Int64s, recomputed: Bools, exported: Int64s, limit: int) -> Int64s:
-    """The prefill of each recomputed part: a new one, or that of the recomputed part directly above it."""
+    """Number the prefills: each recomputed part shares the prefill of the one directly above it, or gets a new one."""
     prefill = np.full(len(parent), -1, np.int64)
     filled: list[int] = []
     for part in np.flatnonzero(recomputed).tolist():

@@ -16,7 +16,7 @@ class RankPlans(NamedTuple):
 
     dispatch: Dispatch
     plans: list[Plan]
-    """Without parts where a rank computes nothing."""
+    """A rank that computes nothing has a plan without parts."""
 
 
 def plan_ranks(
@@ -34,7 +34,7 @@ def plan_ranks(
     Args:
         aligned: whether the ranks run every pass together, as under FSDP; see `collective_order`. A rank's rows may
             then be cut into ranges that share nothing, if that is faster.
-        balancer: that of the tree, if it has been made.
+        balancer: the tree's, if it has been made already.
 
     Raises:
         ValueError: an invalid number of ranks, or a budget that is invalid or too small for some rank.

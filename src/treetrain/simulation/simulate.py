@@ -4,18 +4,19 @@ No process is started. N ranks are divided in four ways; a `Split` is one combin
 
     tensor   ranks hold 1/t of the weights each, and the same tokens
     context  ranks hold 1/c of the tokens of every part
-    data     groups of c x t ranks hold different rows; FSDP2 shards the weights over all of them, over those of a
+    data     groups of c x t ranks hold different rows; FSDP2 shards the weights over all ranks, over the ranks of a
              node (with a copy in every node), or not at all
     expert   experts are divided over e of these ranks; tokens travel to their experts
 
 A group of c x t ranks is one rank to the planner. A token costs each of them a share of the arithmetic and of the
-memory, plus the links' time. So a step's time is predicted as for one rank (``cost.py``), with three differences:
+memory, plus the links' time. So a step's time is predicted as for one rank (``planning/cost.py``), with three
+differences:
 
 1. Collectives within a layer (all-to-all of heads or of experts' tokens, all-reduce of tensor parallel) are on the
    critical path: they add seconds per token and per pass.
 2. FSDP2 gathers the weights in every pass and reduces the gradients in a backward. A GPU overlaps this with the
    arithmetic, except for the first layer (`WeightLinks`). All ranks run every pass together, so each waits for the
-   slowest (``collective_order.py``).
+   slowest (``planning/collective_order.py``).
 3. Whole copies of weights, or of shards, all-reduce their gradients.
 """
 
@@ -67,29 +68,30 @@ class Simulation:
     work_seconds: float
     """The slowest group's arithmetic."""
     waiting_seconds: float
-    """FSDP: added by the common order of passes."""
+    """Seconds that the common order of passes adds under FSDP2."""
     link_seconds: dict[str, float]
-    """Time that the links add, without the part that overlaps arithmetic: within layers, weights and gradients."""
+    """Seconds that links within layers, and links of weights and gradients, add to the arithmetic."""
     optimiser_seconds: float
     sent_bytes: dict[str, float]
-    """Bytes that a rank of the group with the most tokens sends: context, tensor, experts, weights, gradients."""
+    """Bytes that a rank of the group with the most tokens sends, by purpose: context, tensor, experts, weights,
+    gradients."""
     memory: dict[str, float]
-    """Bytes on the fullest rank: weights, gradients, optimiser, gathered (FSDP's temporarily whole layers), activations
-    and KV cache."""
+    """Bytes on the fullest rank, by purpose: weights, gradients, optimiser, gathered (layers that FSDP2 makes whole for
+    a time), activations and KV cache."""
 
     @property
     def step_seconds(self) -> float:
-        """Work, waiting, links and optimiser."""
+        """Predicted seconds of the step."""
         return self.work_seconds + self.waiting_seconds + sum(self.link_seconds.values()) + self.optimiser_seconds
 
     @property
     def link_share(self) -> float:
-        """The links' share of the step."""
+        """The share of the step that links take."""
         return sum(self.link_seconds.values()) / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def peak_bytes(self) -> float:
-        """All memory on the fullest rank."""
+        """Bytes on the fullest rank."""
         return sum(self.memory.values())
 
 
@@ -97,7 +99,7 @@ class Simulation:
 
 
 def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
-    """Counts of one rank, per token of its group. The router's choices are assumed to be even."""
+    """Count one rank, per token of its group. The router is assumed to choose all experts equally often."""
     t, tokens = split.tensor, split.context
     b, wide, hidden = counts.dtype_bytes, counts.wide_bytes, counts.hidden
     experts = counts.expert_parameters // split.expert_division
@@ -138,12 +140,12 @@ class Links(NamedTuple):
     forward: dict[str, Collective]
     """Within layers: context, tensor, experts. Bytes are per token of the group, calls per pass."""
     backward: dict[str, Collective]
-    """As `forward`."""
+    """The same collectives in a backward."""
     weights: WeightCollectives
 
 
 def links_of(own: ModelCounts, split: Split, device: Device) -> Links:
-    """The collectives of a rank with these counts (`share_of`)."""
+    """List the collectives of a rank with these counts (`share_of`)."""
     b, wide, layers = own.dtype_bytes, own.wide_bytes, own.layers
     # Numbers per token in all layers. A visible pair takes 4 FLOPs for each number of a query: two products. The KV
     # cache holds a number of keys or values in the compute dtype, and its gradient in float32.
@@ -193,10 +195,10 @@ def _seconds(collectives: Iterable[Collective], device: Device) -> float:
 def cost_of_split(
     counts: ModelCounts, split: Split, device: Device, speeds: Speeds | None = None
 ) -> tuple[CostModel, CostModel, Links]:
-    """The cost model of a group of ranks without links and with them, and the links.
+    """Make the cost model of a group of ranks without links and with them; also return the links.
 
     Args:
-        speeds: measured speeds of a rank; None takes those of the device's description.
+        speeds: measured speeds of a rank; None takes the speeds in the device's description.
     """
     own = share_of(counts, split)
     alone = CostModel(counts=own, speeds=speeds or Speeds.on(device, own), device=device.kind)
@@ -218,9 +220,10 @@ def cost_of_split(
 
 
 def state_bytes(own: ModelCounts, split: Split) -> dict[str, float]:
-    """Bytes on a rank besides those of a plan, for a rank with these counts (`share_of`).
+    """Count the bytes that a rank with these counts (`share_of`) holds beside a plan's.
 
-    FSDP temporarily gathers the weights of two layers, embedding and head, and holds a layer's unsharded gradients.
+    FSDP2 gathers a layer while the one before runs, so two layers are whole at a time. Embedding and head are whole
+    too, and so are the gradients of one layer, embedding and head until they are reduced.
     """
     wide, b, expert = own.wide_bytes, own.dtype_bytes, own.expert_parameters
     stored = wide * ((own.parameters - expert) / split.shards + expert / split.expert_shards)
@@ -246,9 +249,9 @@ def simulate(
 
     Args:
         counts: the model's counts in the device's dtype.
-        budget: the budget of every rank, as in `make_plan`; None: the device's memory minus the state.
-        speeds: measured speeds of a rank; None: those of the device's description.
-        planned_for: the device whose description the engine plans with; None: plans are made for the split itself.
+        budget: the budget of every rank, as in `make_plan`; None takes the device's memory minus the state.
+        speeds: measured speeds of a rank; None takes the speeds in the device's description.
+        planned_for: the device that the engine makes its plans for; None makes them for `device` and the split's links.
     """
     budget, usable = parse_budget(budget), USABLE[device.kind] * device.memory_bytes
     balancer = Balancer(tree, CostModel.on(planned_for or device, counts))
@@ -283,7 +286,7 @@ def simulate(
         reduces_last = AMPLE * (sum(memory.values()) - state + whole) <= room
         if reduces_last and split.shards > 1:
             memory["gathered"] += whole
-        # The time of the passes without links, with those within layers, and with FSDP's.
+        # The passes' time is predicted three times: without links, with links within layers, and with FSDP2's.
         work = [alone.passes(plan) for plan in plans]
         seconds = np.array([sum(passes.seconds) for passes in work])
         busy = [replace(cost, links=None).passes(plan) for plan in plans]
@@ -319,7 +322,7 @@ def simulate(
 
 
 def _sent(links: Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:
-    """Bytes that each rank of the group with this plan sends, by purpose."""
+    """Count the bytes that each rank of the group with this plan sends, by purpose."""
 
     def sent(collectives: Iterable[Collective]) -> float:
         return sum(each.sent_bytes for each in collectives)

@@ -28,18 +28,21 @@ class Split(NamedTuple):
 
     @property
     def expert_division(self) -> int:
-        """Neighbouring ranks that divide the experts: those of `expert`, else those of `tensor`."""
+        """Number of neighbouring ranks that divide the experts: `expert`, or `tensor` if that is 1."""
         return self.expert if self.expert > 1 else self.tensor
 
     @property
     def expert_shards(self) -> int:
-        """As `shards`, for the experts."""
+        """Ranks that together hold one copy of an expert rank's experts."""
         return max(1, self.shards * self.tensor // self.expert_division)
 
     @property
     def in_engine(self) -> bool:
-        """Whether `TreeEngine` runs it: data and context parallel, with whole weights or FSDP2 over all ranks or over
-        those of a context group; or tensor parallel alone, with experts over the same ranks."""
+        """Whether `TreeEngine` supports it.
+
+        The engine supports data and context parallel, with whole weights or with FSDP2 over all ranks or over a context
+        group; and tensor parallel alone, with experts over the same ranks.
+        """
         if self.tensor == self.expert == 1:
             return self.context == 1 or self.shards in (1, self.context, self.ranks)
         return self.data == self.context == self.shards == 1 and self.expert in (1, self.tensor)
@@ -63,7 +66,7 @@ def splits_of(
     """List the splits of `ranks` ranks that fit the model; where a size is None, several are listed.
 
     Raises:
-        ValueError: sizes that do not divide the ranks, heads, vocabulary or experts; the message names those that do.
+        ValueError: sizes that do not divide the ranks, heads, vocabulary or experts; the message names sizes that do.
     """
     node = int(device.node_ranks)
     if ranks > node and ranks % node:

@@ -9,7 +9,7 @@ from treetrain.simulation.simulate import Refused, Simulation
 def verdict(
     found: Sequence[Simulation | Refused], device: Device, linear: Sequence[Simulation | Refused] = ()
 ) -> Iterator[str]:
-    """Sentences on which split is fastest, why, what the tree gains, and how copies compare with shards over all ranks.
+    """Say which split is fastest and why, what the tree gains, and how copies compare with shards over all ranks.
 
     Args:
         linear: the same tokens trained row by row, on splits of the same ranks.

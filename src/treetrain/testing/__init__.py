@@ -23,7 +23,7 @@ from treetrain.testing.contract import (
     check_contract,
     errors_of,
 )
-from treetrain.testing.forests import bushy_rows, dress, forests, trajectories
+from treetrain.testing.forests import bushy_rows, forests, trajectories, with_random_facts
 from treetrain.testing.linear import batch_loss, gradients, relative_error, score_row, score_rows
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "batch_loss",
     "bushy_rows",
     "check_contract",
-    "dress",
     "errors_of",
     "forests",
     "gradients",
@@ -45,4 +44,5 @@ __all__ = [
     "score_row",
     "score_rows",
     "trajectories",
+    "with_random_facts",
 ]

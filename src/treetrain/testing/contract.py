@@ -103,7 +103,7 @@ class Errors:
     float64: float
     """The worst over forests, losses and engines."""
     float32_pairs: tuple[tuple[float, float], ...]
-    """Each float32 error of a tree, and that of the rows against float64. Where terms of a gradient nearly cancel, the
+    """Each float32 error of a tree, and the rows' error against float64. Where terms of a gradient nearly cancel, the
     rows' own error exceeds the bound."""
     bfloat16_tree: float | None
     """Root mean square of the gradient's error against float64; None if a model's experts cannot be forced, or if the
@@ -123,7 +123,7 @@ class Errors:
 
     @property
     def ratio(self) -> float | None:
-        """The tree's bfloat16 error divided by that of the rows."""
+        """The tree's bfloat16 error divided by the rows' own."""
         return self.bfloat16_tree / self.bfloat16_rows if self.bfloat16_tree and self.bfloat16_rows else None
 
     def check(self, *, lifted: bool = True) -> None:
@@ -147,7 +147,7 @@ def errors_of(
     lifted: bool = True,
     only_bfloat16: Sequence[Rows] = (),
 ) -> Errors:
-    """Compare losses and gradients of trees with those of each row alone, in three precisions.
+    """Compare losses and gradients of trees with each row alone, in three precisions.
 
     Both sides run on the same weights, rounded to bfloat16 beforehand so that all three precisions start equal. The
     linear side is `treetrain.testing.linear`, which runs the plain model. In bfloat16 both sides use the experts that
@@ -276,7 +276,7 @@ class Routes(TorchFunctionMode):
 
 
 def with_experts(model: nn.Module, rows: Rows) -> Rows | None:
-    """The rows with recorded experts; the model chooses those that are not recorded yet.
+    """Record the experts of the rows; where none are recorded yet, the model chooses them.
 
     Returns the rows themselves for a model without experts, and None if its choices cannot be observed.
     """

@@ -67,10 +67,10 @@ def forests(draw: st.DrawFn, *, max_rows: int = 7, max_length: int = 14) -> Rows
 def trajectories(draw: st.DrawFn, *, max_rows: int = 7, max_length: int = 14) -> list[Trajectory]:
     """A random forest with facts that differ from row to row, about a quarter of the tokens untrained."""
     rows = draw(forests(max_rows=max_rows, max_length=max_length))
-    return dress(rows, draw(st.integers(0, 2**32 - 1)))
+    return with_random_facts(rows, draw(st.integers(0, 2**32 - 1)))
 
 
-def dress(rows: Rows, seed: int) -> list[Trajectory]:
+def with_random_facts(rows: Rows, seed: int) -> list[Trajectory]:
     """Add facts to rows; at least one token of the batch is trained (a row is added if none can be)."""
     rng = np.random.default_rng(seed)
     later = np.random.default_rng([seed, 1])  # a second generator, so that these facts do not change the others
@@ -103,7 +103,7 @@ def dress(rows: Rows, seed: int) -> list[Trajectory]:
 
 
 def whole_pairs(rows: list[Trajectory]) -> list[Trajectory]:
-    """The rows of `dress`, with a partner for the last one if their number is odd."""
+    """Add a partner for the last row of `with_random_facts` if the number of rows is odd."""
     if len(rows) % 2 == 0:
         return rows
     last = rows[-1]

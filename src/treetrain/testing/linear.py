@@ -23,7 +23,7 @@ def score_row(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) ->
 
 
 def score_rows(model: nn.Module, rows: Sequence[Sequence[int]], temperature: float = 1.0):
-    """The same for every row; rows of less than two tokens predict nothing."""
+    """Score every row; rows of less than two tokens predict nothing."""
     empty = torch.zeros(0, dtype=torch.promote_types(next(model.parameters()).dtype, torch.float32))
     scored = [score_row(model, row, temperature) if len(row) > 1 else (empty, empty) for row in rows]
     return [s[0] for s in scored], [s[1] for s in scored]
@@ -52,7 +52,7 @@ def batch_loss(scores, rows: Sequence[Trajectory], per_token: RowLoss, reduction
 
 
 def gradients(model: nn.Module, loss: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
-    """All parameters' gradients concatenated in float64: of ``loss``, or those in ``.grad``."""
+    """Concatenate all parameters' gradients in float64: the gradients of ``loss``, or what is in ``.grad``."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if loss is None:
         grads = [p.grad for p in parameters]

@@ -60,7 +60,7 @@ SUMMED = (*COUNTS, "seconds", "scoring_seconds", "tree_flops", "linear_flops")
 class TreeTrainer(SafeCheckpointsMixin, Trainer):
     """Trains a causal LM on trajectories, computing every shared prefix once in forward and backward.
 
-    Loop, schedules, optimisers, callbacks, logging and the hub are those of `transformers.Trainer`. A step has whole
+    `transformers.Trainer` provides loop, schedules, optimisers, callbacks, logging and the hub. A step has whole
     groups of rows, and its loss is streamed through `TreeEngine.forward_backward`, so that memory stays within the
     budget. Advantages, old and reference log-probabilities are computed if the loss needs them and rows lack them.
     `SafeCheckpointsMixin` writes the checkpoints.
@@ -70,9 +70,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         args: see `TreeArguments`.
         train_dataset: trajectories.
         eval_dataset: trajectories, or a dictionary of several sets.
-        loss: one of `treetrain.losses`, or your own with the same protocol; None: the one that `args.loss` names.
-        ref_model: the reference policy of losses that need one; None: the model without its adapter, or a copy of the
-            model as it is now.
+        loss: one of `treetrain.losses`, or your own with the same protocol; None takes the one that `args.loss` names.
+        ref_model: the reference policy of losses that need one; None takes the model without its adapter, or a copy
+            of the model as it is now.
         peft_config: configures an adapter to train in place of the model.
         processing_class, callbacks, optimizers, optimizer_cls_and_kwargs: see `transformers.Trainer`.
 
@@ -158,7 +158,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     # ---- Rows and losses ----
 
     def _counted(self, count: str, rows: Sequence[Trajectory], options: Any = None) -> Sequence[Trajectory]:
-        """The rows with the weights of `TreeArguments.count`; those of "once" are in memory."""
+        """Give the rows the weights of `TreeArguments.count`; with "once" the result is a list in memory."""
         return rows if count != "once" else count_once(rows, computed_advantages(rows, self.loss, options))
 
     def _find_facts(self, args: TreeArguments, rows: Sequence[Trajectory]) -> None:
@@ -627,7 +627,7 @@ class RunningBatch(TrainerCallback):
         self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
         """Name of the fact -> number of the row -> log-probabilities."""
         self.advantages: NDArray[np.float64] | None = None
-        """For all rows, if computed from rewards."""
+        """The advantages of all rows, if they are computed from rewards."""
 
     def start_step(self, number: int) -> None:
         """Start a step of this batch; its first step clears the state of the previous batch."""

@@ -119,7 +119,7 @@ def _leaves_first(parent: Int64s) -> _Levels:
 
 
 def _subtree_sums(pieces: Pieces, levels: _Levels, last: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Per piece, over its subtree: tokens; (leaves, tokens) encoded as one integer; smallest trajectory number."""
+    """Sum up each piece's subtree: tokens; (leaves, tokens) encoded as one integer; smallest trajectory number."""
     parent, count = pieces.parent, len(pieces.source)
     number = np.full(count, len(last), np.int64)
     holder = np.searchsorted(pieces.source, last, side="right") - 1

@@ -88,7 +88,7 @@ def build_tree(
 
 
 def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree:
-    """The tree of rows; a tree is returned unchanged."""
+    """Build the tree of rows; a tree is returned unchanged."""
     return rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
 
 
@@ -168,7 +168,10 @@ def _bad_id(number: int, token: object) -> str:
 
 
 def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:
-    """One number per distinct pair of key and `apart`; None for one key without `apart`. Bare ids have the key None."""
+    """Number the distinct pairs of key and `apart`, a number for each row; None if all rows may share tokens.
+
+    Rows given as ids alone have the key None.
+    """
     numbers: dict[Hashable, int] = {}
     keys = [numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows]
     if len(numbers) < 2:
@@ -200,7 +203,7 @@ def _name_by_experts(
     for number, other in shapes.items():
         if other != shape:
             raise DataError(
-                f"row {number}: experts have {other[0]} layers of {other[1]}, those of row {first} {shape[0]} of "
+                f"row {number}: experts have {other[0]} layers of {other[1]}, row {first} has {shape[0]} of "
                 f"{shape[1]}; all rows of a batch are routed by one model"
             )
     choices = np.full((len(ids), *shape), -1, np.int16)
@@ -242,7 +245,7 @@ def shared_prefixes(flat: Int32[np.ndarray, " B"], length: Int64[np.ndarray, " K
 
 
 def _attach_points(start: Int64s, shared: Int64s) -> Int64s:
-    """The flat position that each row continues: where its last shared token was first stored; -1 for none.
+    """Find the flat position that each row continues: where its last shared token was first stored; -1 for none.
 
     Depth d of a row's path was added by the nearest earlier row that shares at most d tokens with its own
     predecessor. This is a "previous smaller value" search, amortised constant per row.

@@ -30,7 +30,7 @@ class PackedLayout:
     ends: Int64[np.ndarray, " M"]
     """Subtree ends; token i sees token j when j <= i < ends[j]."""
     tree_index: Int64[np.ndarray, " M"]
-    """Tree index of each token."""
+    """The tree index of each token."""
     edge_rows: Int64[np.ndarray, " E"]
     """Ascending: the position whose hidden state predicts the edge's token."""
     edge_targets: Int64[np.ndarray, " E"]
@@ -54,7 +54,7 @@ class PackedLayout:
 
     @cached_property
     def edge_row_index(self) -> Int64[np.ndarray, " E"]:
-        """Index of each edge's position in `rows`."""
+        """The index in `rows` of each edge's position."""
         return np.cumsum(np.diff(self.edge_rows, prepend=-1) != 0) - 1
 
     @cached_property
@@ -64,12 +64,12 @@ class PackedLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, M."""
+        """The number of computed tokens, M."""
         return len(self.input_ids)
 
     @property
     def num_edges(self) -> int:
-        """Unique used edges, E."""
+        """The number of edges, E."""
         return len(self.edge_rows)
 
     @property
@@ -171,6 +171,10 @@ def cut(layout: PackedLayout, tokens: Int64[np.ndarray, " m"]) -> Piece:
 def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " flat"]) -> tuple[Int64s, Int64s]:
     """Find the edge that each used prediction of each trajectory reads.
 
+    A trajectory of L tokens has L - 1 predictions, one for every token but the first. So a token's place among the
+    concatenated predictions is its place among the concatenated tokens, minus one for its own trajectory's first token
+    and one for the first token of every trajectory before it that is not empty.
+
     Args:
         used: over the concatenated trajectories' tokens (entry 0 of each is ignored);
             each used prediction's edge must be in the layout.
@@ -187,6 +191,7 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " f
     wanted[offsets[:-1][tree.trajectory_length > 0]] = False
     at = np.flatnonzero(wanted)
     trajectory = np.repeat(np.arange(tree.num_trajectories), tree.trajectory_length)[at]
+    # Trajectory k has k trajectories before it, and the empty ones among them have no first token.
     empty_before = np.cumsum(tree.trajectory_length == 0)
     edge_of = np.full(tree.num_tokens, -1, np.int64)
     edge_of[layout.edge_tokens] = np.arange(layout.num_edges)
@@ -259,12 +264,12 @@ Pairs = Mapping[AttentionRange, int]
 
 
 def pairs_at(depth: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
-    """Visible pairs of tokens at these depths of their paths."""
+    """Count the pairs that tokens at these depths of their paths see."""
     return {each: int(each.seen(depth).sum(dtype=np.int64)) for each in ranges}
 
 
 def pairs_of_rows(lengths: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
-    """Visible pairs of separate rows of these lengths."""
+    """Count the visible pairs of separate rows of these lengths."""
     # A row's pairs depend on its length alone, so a running sum over depths is enough.
     depth = np.arange(int(lengths.max(initial=0)))
     return {each: int(np.append(0, np.cumsum(each.seen(depth)))[lengths].sum()) for each in ranges}

@@ -157,7 +157,7 @@ def linear_work(
 
 
 def distinct_rows(tree: TokenTree) -> Bool[np.ndarray, " K"]:
-    """Marks one non-empty trajectory per distinct token sequence, the one trained furthest."""
+    """Mark one non-empty trajectory per distinct token sequence: the one trained furthest."""
     _, deepest = tree.trained_edges()
     order = np.lexsort((-deepest, tree.trajectory_last))
     last = tree.trajectory_last[order]
@@ -167,18 +167,18 @@ def distinct_rows(tree: TokenTree) -> Bool[np.ndarray, " K"]:
 
 
 def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:
-    """Number of trajectories through each token."""
+    """Count the trajectories through each token."""
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     before = np.cumsum(ends)
     return before[tree.end] - before[:-1]
 
 
 def cheapest_rows(tree: TokenTree) -> list[Trajectory]:
-    """The rows that train everything at the least cost without a tree: those that no other row extends or repeats.
+    """Find the rows that train everything at the least cost without a tree: no other row extends or repeats them.
 
     A row that another one extends is a prefix of it, so its trained tokens can be trained there: calls that extend each
     other become transcripts. Each row's loss weights are added to one row that contains it, so a sum of weighted
-    log-probabilities stays the same. Other facts are those of the longest row.
+    log-probabilities stays the same. Other facts are taken from the longest row.
     """
     given = np.flatnonzero(tree.trajectory_last >= 0)
     last, where = np.unique(tree.trajectory_last[given], return_inverse=True)

@@ -28,7 +28,7 @@ class TokenTree:
     """
 
     tokens: Int32[np.ndarray, " N"]
-    """Token ids."""
+    """The token ids."""
     parent: Int64[np.ndarray, " N"]
     """The token before it on its path; -1 at roots."""
     depth: Int32[np.ndarray, " N"]
@@ -56,17 +56,17 @@ class TokenTree:
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens N."""
+        """The number of unique tokens, N."""
         return len(self.tokens)
 
     @property
     def num_segments(self) -> int:
-        """Segments S."""
+        """The number of segments, S."""
         return len(self.segment_parent)
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories K."""
+        """The number of trajectories, K."""
         return len(self.trajectory_last)
 
     @cached_property
