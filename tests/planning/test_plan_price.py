@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.planning.cost import CostModel, ModelShape, Speeds
@@ -64,6 +64,7 @@ def test_one_part_costs_its_flops_one_pass_and_the_bytes_of_it():
     assert cost.seconds(plan) == pytest.approx(flops + cost.speeds.graph_pass, rel=1e-12)
 
 
+@settings(deadline=None)
 @given(plan=plans())
 def test_seconds_are_the_sum_over_the_events_of_the_plan(plan):
     cost, shape = distinct(), SHAPE

@@ -75,7 +75,7 @@ def test_a_negative_id_beside_recorded_experts_is_refused():
 @pytest.mark.parametrize(
     ("experts", "says"),
     [
-        ([[0, 1], [0, 1]], r"shape \(2, 2\), expected \[2, layers, k\]"),
+        ([[0, 1], [0, 1]], r"shape \(2, 2\), expected \[L, layers, k\]"),
         ([[[0, 1]]], r"shape \(1, 1, 2\).*give -1 for a token whose experts were not recorded"),
         ([[[0.5, 1.0]], [[0.0, 1.0]]], "type float64"),
         ([[[0, 1]], [[1, -2]]], "hold -2"),
