@@ -22,7 +22,7 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full pytest-fast pytest-all lint types bench packages workflows \
+.PHONY: help demo test test-full pytest-fast pytest-all lint types bench docs tutorial packages workflows \
 	test-wheel test-oldest test-newest test-next test-verl test-axolotl clean-venv active-environment
 .DEFAULT_GOAL := help
 
@@ -31,6 +31,8 @@ help:
 	@echo "make test          lint, types and all tests but the slow ones"
 	@echo "make test-full     lint, types and all tests"
 	@echo "make lint, types   ruff; pyright"
+	@echo "make docs          the docs as a site in site/; a warning is an error"
+	@echo "make tutorial      run docs/tutorial.md and compare what it prints with the page"
 	@echo "make packages      wheel and sdist in dist/"
 	@echo "make workflows     actionlint on .github/workflows"
 	@echo "make bench         run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
@@ -85,6 +87,17 @@ lint: $(READY)
 
 types: $(READY)
 	$(PY) -m pyright --pythonpath $(PY) src
+
+# The API pages are read from the sources, so this environment needs no torch.
+docs: VENV = .venv-docs
+docs:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
+# Runs the commands and the code of the tutorial, and compares what they print with the page.
+tutorial: $(READY)
+	$(PY) docs/make_tutorial.py --check
 
 packages: $(READY)
 	rm -rf dist

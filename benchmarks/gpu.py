@@ -163,7 +163,7 @@ def wait() -> None:
 
 
 CANDIDATES = ("cudnn.flex_attention", "flash_attn.cute")
-"""Attention of others that could serve irregular forests (docs/gpu.md)."""
+"""Attention of others that could serve irregular forests (docs/gpu_kernels.md)."""
 
 
 def importable(name: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md")]
 COMMANDS_SHOWN = {"inspect", "verify", "bench", "train", "page", "simulate", "doctor"}
 TORCHRUN = re.compile(r"torchrun (?:--[a-z-]+ \d+ )*-m ")
 """The prefix that starts a command on several processes."""
@@ -56,11 +57,16 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, names):
         exec(compile(code, f"{page.name}, block {number}", "exec"), names)
 
 
-def test_the_readme_runs_as_it_stands(monkeypatch):
+def test_the_readme_runs_as_it_stands_and_prints_what_it_says(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert runnable(ROOT / "README.md") == blocks(ROOT / "README.md", "python")
     code = "\n".join(runnable(ROOT / "README.md"))
     exec(compile(code, "README.md", "exec"), {})
+    assert [f"# {line}" for line in capsys.readouterr().out.splitlines()] == re.findall(r"^# .*$", code, re.MULTILINE)
+
+
+def test_the_readme_fits_on_three_screens():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
 def test_the_readme_gives_the_gradients_of_row_by_row(names):
@@ -116,10 +122,25 @@ def test_every_flag_that_a_page_names_exists():
             assert named <= fields, f"{page.name}: {named - fields} in {line!r}"
 
 
-def test_every_link_to_a_file_leads_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        repeats = sum(re.fullmatch(rf"{re.escape(name)}(-\d+)?", other) is not None for other in found)
+        found.add(f"{name}-{repeats}" if repeats else name)
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
 
 
 def test_every_make_target_that_the_readme_names_exists():

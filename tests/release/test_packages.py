@@ -17,7 +17,7 @@ import treetrain as tt
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".jinja", ".json", ".css", ".typed"}
 TOP_OF_SDIST = {
-    "src", "tests", "docs", "examples", "benchmarks", "Makefile", "README.md", "BENCHMARKS.md",
+    "src", "tests", "docs", "examples", "benchmarks", "mkdocs.yml", "Makefile", "README.md", "BENCHMARKS.md",
     "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CITATION.cff", "LICENSE", "pyproject.toml",
     "PKG-INFO", ".gitignore",
 }  # fmt: skip
