@@ -1,6 +1,6 @@
 """Record the worst errors of the exactness tests as result rows.
 
-Run: python benchmarks/exactness.py [engine | trainers] [--dry-run] [options of pytest, such as -k "dpo and float32"]
+Run: python benchmarks/exactness.py [engine | trainers | adamw] [--dry-run] [options of pytest, such as -k "dpo and float32"]
 
 engine (the default) runs tests/engine/test_numerics.py (random branching forests, every loss) and
 tests/engine/test_real_data.py; rows are appended to results/exactness.csv.
@@ -8,6 +8,9 @@ tests/engine/test_real_data.py; rows are appended to results/exactness.csv.
 trainers runs the trainers of TRL and transformers for 20 steps with share_prefixes and without, on one process and on
 two. Rows hold the differences of logged metrics, final weights and weight updates; they are appended to
 results/trainer_exactness.csv.
+
+adamw runs these trainers with AdamW at a learning rate of 1e-3 for 3 steps and for 20. Rows hold the relative difference
+of all weights; they are appended to results/adamw_exactness.csv.
 """
 
 import argparse
@@ -25,8 +28,12 @@ WORKS = {
     "engine": ("exactness", ["tests/engine/test_numerics.py", "tests/engine/test_real_data.py"]),
     "trainers": (
         "trainer_exactness",
-        ["tests/trainers/test_share_prefixes.py", "tests/trainers/test_share_prefixes_ranks.py", "-m", "slow"],
+        [
+            *("tests/trainers/test_share_prefixes.py", "tests/trainers/test_share_prefixes_ranks.py"),
+            *("-m", "slow", "-k", "not adamw_weights"),
+        ],
     ),
+    "adamw": ("adamw_exactness", ["tests/trainers/test_share_prefixes.py", "-m", "slow", "-k", "adamw_weights"]),
 }
 
 

@@ -96,7 +96,7 @@ def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_
 @pytest.mark.parametrize(
     ("form", "number", "rank"),
     [
-        ("ddp", signal.SIGTERM, 1),
+        pytest.param("ddp", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("sharded", signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param("tree, ddp", signal.SIGINT, 1, marks=pytest.mark.slow),
         pytest.param("tree, sharded", signal.SIGTERM, 1, marks=pytest.mark.slow),

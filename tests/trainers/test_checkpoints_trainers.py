@@ -129,7 +129,9 @@ def test_a_model_card_that_cannot_be_written_is_left_out_of_a_checkpoint(tmp_pat
         trainer.create_model_card()
 
 
-@pytest.mark.parametrize("cycle", [{"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)
+@pytest.mark.parametrize(
+    "cycle", [{"num_iterations": 2}, pytest.param({"steps_per_generation": 4}, marks=pytest.mark.slow)], ids=str
+)
 def test_trl_grpo_resumes_bit_for_bit_between_a_generation_and_its_last_update(cycle: dict, tmp_path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     kind = type("SafeGRPO", (SafeCheckpointsMixin, trl.GRPOTrainer), {})
@@ -152,7 +154,7 @@ def test_trl_grpo_resumes_bit_for_bit_between_a_generation_and_its_last_update(c
     check_resume(make, tmp_path)
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_tree_trainer_resumes_bit_for_bit_between_the_updates_of_a_batch(step: int, tmp_path) -> None:
     # Four updates of a batch share the old and reference log-probabilities that were computed before the first one.
     check_resume(lambda folder, callbacks: make_tree_trainer(folder, callbacks=callbacks), tmp_path, step)

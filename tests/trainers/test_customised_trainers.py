@@ -367,14 +367,13 @@ CUSTOMISATIONS: dict[str, Callable[..., Any]] = {
     "hooks: clamp": clamp_by_hooks,
 }
 FAST = (
-    "step: loss.backward",
     "step: two backwards",
     "step: skips 3",
     "step: clips",
-    "step: zeroes some",
     "loss: regularised",
     "callback: evaluate at substep_end",
 )
+"""One of each class; two more run below, by the mixin and across a resume."""
 
 
 def run(name: str, folder: Any, patch: Any, *, form: str, kind: str = "sft", steps: int = 2, **settings: Any) -> Run:
@@ -475,7 +474,7 @@ def own_loop(folder: Any, shared: bool, *, steps: int = 3, how: str = "torch") -
     return seen, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["torch", "accelerate"])
+@pytest.mark.parametrize("how", [pytest.param("torch", marks=pytest.mark.slow), "accelerate"])
 def test_compute_loss_and_backward_outside_of_training_step_give_all_gradients(how, tmp_path):
     (seen, weights), (expected, plain) = (own_loop(tmp_path, shared, how=how) for shared in (True, False))
     assert seen == pytest.approx(expected, rel=1e-5)
@@ -613,6 +612,7 @@ def test_two_processes_read_averaged_gradients(two, tmp_path):
     check_ranks(two, "step: clips", tmp_path, "call")
 
 
+@pytest.mark.slow
 def test_two_processes_average_all_gradients_of_a_loss_of_its_own(two, tmp_path):
     check_ranks(two, "loss: logits too", tmp_path, "mixin")
 
