@@ -1,6 +1,7 @@
 """Record the worst errors of the exactness tests as result rows.
 
-Run: python benchmarks/exactness.py [engine | trainers | adamw] [--dry-run] [options of pytest, such as -k "dpo and float32"]
+Run: python benchmarks/exactness.py [engine | trainers | adamw] [--dry-run] [options of pytest, such as -k "dpo and
+float32"]
 
 engine (the default) runs tests/engine/test_numerics.py (random branching forests, every loss) and
 tests/engine/test_real_data.py; rows are appended to results/exactness.csv.
@@ -9,8 +10,8 @@ trainers runs the trainers of TRL and transformers for 20 steps with share_prefi
 two. Rows hold the differences of logged metrics, final weights and weight updates; they are appended to
 results/trainer_exactness.csv.
 
-adamw runs these trainers with AdamW at a learning rate of 1e-3 for 3 steps and for 20. Rows hold the relative difference
-of all weights; they are appended to results/adamw_exactness.csv.
+adamw runs these trainers with AdamW at a learning rate of 1e-2 for 3 steps and for 20. Rows hold the relative
+differences of weights and of their updates; they are appended to results/adamw_exactness.csv.
 """
 
 import argparse

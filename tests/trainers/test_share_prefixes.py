@@ -80,7 +80,7 @@ def test_a_trainer_is_the_same_after_twenty_steps(case, dtype, tmp_path, record_
     record_property("errors", both(case, tmp_path, dtype, 20))
 
 
-ADAMW_BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-9}
+ADAMW_BOUNDS = {torch.float32: 1e-2, torch.float64: 1e-9}
 
 
 @pytest.mark.slow
@@ -90,8 +90,9 @@ def test_adamw_weights(name, dtype, tmp_path, record_property):
     """AdamW divides by the size of gradients, so rounding of small ones grows; in float64 there is next to none."""
     errors = {}
     for steps in (3, 20):
-        settings = {"dtype": dtype, "steps": steps, "optim": "adamw_torch", "learning_rate": 1e-3}
+        settings = {"dtype": dtype, "steps": steps, "optim": "adamw_torch", "learning_rate": 1e-2}
         runs = [train(BUILDERS[name], tmp_path, shared=shared, **settings) for shared in (True, False)]
-        errors[f"weights after {steps} steps"] = difference(*runs).weights
+        apart = difference(*runs)
+        errors |= {f"weights after {steps} steps": apart.weights, f"updates after {steps} steps": apart.updates}
     assert max(errors.values()) <= ADAMW_BOUNDS[dtype], errors
     record_property("errors", errors)
