@@ -177,11 +177,11 @@ class TreeArguments(TrainingArguments):
     def _read_dictionaries(self) -> None:
         """Read options that are given as JSON, and check the names of those of `group_advantages`."""
         for name in ("loss_kwargs", "advantage_kwargs", "lr_scheduler_kwargs"):
-            value = given = getattr(self, name)
+            value = option = getattr(self, name)
             with contextlib.suppress(ValueError):
-                value = json.loads(given) if isinstance(given, str) else given
+                value = json.loads(option) if isinstance(option, str) else option
             if not isinstance(value, dict | None):
-                raise ValueError(f"""{name} is {given!r}; give a JSON object, such as '{{"name": 0.1}}'""")
+                raise ValueError(f"""{name} is {option!r}; give a JSON object, such as '{{"name": 0.1}}'""")
             setattr(self, name, value)
         known = [each for each in inspect.signature(group_advantages).parameters if each != "trajectories"]
         for name in self.advantage_kwargs or ():

@@ -100,11 +100,11 @@ def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
     for name, written in sorted(files.items())[rank::ranks]:
         try:
             _regular(checkpoint / name)
-            found = _sha256(checkpoint / name)
+            digest = _sha256(checkpoint / name)
         except OSError as error:  # missing or unreadable
-            found = f"of no file ({error})"
-        if found != written:
-            raise TornCheckpoint(f"{checkpoint}: {name} has SHA-256 {found}, {written} was written")
+            digest = f"of no file ({error})"
+        if digest != written:
+            raise TornCheckpoint(f"{checkpoint}: {name} has SHA-256 {digest}, {written} was written")
 
 
 def newest_first(folder: Path) -> dict[Path, float]:
@@ -119,7 +119,7 @@ def newest_first(folder: Path) -> dict[Path, float]:
         orders[path] = math.inf
         with suppress(TornCheckpoint):
             orders[path] = read_manifest(path)["order"]
-    return dict(sorted(orders.items(), key=lambda found: found[1], reverse=True))
+    return dict(sorted(orders.items(), key=lambda item: item[1], reverse=True))
 
 
 def rotate(folder: Path, limit: int | None, best: str | None, working: Path) -> None:
@@ -143,17 +143,17 @@ def _not_ours(checkpoint: Path) -> list[str]:
     """Names of what is in a checkpoint and not in its manifest. Folders that hold nothing else are not named."""
     written = {MANIFEST, *read_manifest(checkpoint)["files"]}
     folders = {parent.as_posix() for name in written for parent in PurePosixPath(name).parents}
-    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*"))
-    return sorted(name for name in found if name not in written and name not in folders)
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*"))
+    return sorted(name for name in names if name not in written and name not in folders)
 
 
 def _regular(path: Path, largest: float = math.inf) -> None:
     """Raise OSError unless this is a file: opening a pipe would wait for ever, and links lead elsewhere."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path.name} is no regular file")
-    if found.st_size > largest:
-        raise OSError(f"{path.name} has {found.st_size} bytes")
+    if status.st_size > largest:
+        raise OSError(f"{path.name} has {status.st_size} bytes")
 
 
 def _sync(path: Path) -> None:

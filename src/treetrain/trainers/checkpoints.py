@@ -221,11 +221,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def run_facts(self) -> dict[str, Any]:
         """Return all that the weights depend on, by name. Override it in a trainer that has more to compare."""
-        found = facts_of_model(self.model) | facts_of_arguments(self.args)
-        found["data"] = facts_of_rows(self.train_dataset)
+        facts = facts_of_model(self.model) | facts_of_arguments(self.args)
+        facts["data"] = facts_of_rows(self.train_dataset)
         if self.compute_loss_func is not None:
-            found["loss"] = facts_of_loss(self.compute_loss_func)
-        return found
+            facts["loss"] = facts_of_loss(self.compute_loss_func)
+        return facts
 
     def _compare_facts(self) -> dict[str, Any]:
         """The facts of this run, which a resumed checkpoint must have too. Raises ValueError on all ranks."""
@@ -234,17 +234,17 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             facts = json.loads(json.dumps(self.run_facts()))
             if self._resumed is None:
                 return facts
-            found = differences(read_manifest(self._resumed)["facts"], facts)
-            if length := [found.pop(name) for name in LENGTH if name in found]:
+            changed = differences(read_manifest(self._resumed)["facts"], facts)
+            if length := [changed.pop(name) for name in LENGTH if name in changed]:
                 warnings.warn(f"the run goes on at another length: {'; '.join(length)}", RuntimeWarning, stacklevel=2)
-            fixed = [text for name, text in found.items() if name in FIXED]
-            said = shortened("; ".join(fixed or found.values()), 240)
+            fixed = [text for name, text in changed.items() if name in FIXED]
+            said = shortened("; ".join(fixed or changed.values()), 240)
             if fixed:
                 raise ValueError(f"cannot go on from {self._resumed}: {said}. Start a new run from its weights instead")
-            if found and not self.accept_changes:
+            if changed and not self.accept_changes:
                 how = self.how_to_set.format("accept_changes")
                 raise ValueError(f"cannot go on from {self._resumed}: {said}. If this is meant, say so with {how}")
-            if found:
+            if changed:
                 warnings.warn(f"the run goes on with changes: {said}", RuntimeWarning, stacklevel=2)
             return facts
 
@@ -337,8 +337,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
             self._together(write)
             files = {}
-            for found in self._together(lambda: hashes(temporary, rank, ranks)):
-                files |= found
+            for hashed in self._together(lambda: hashes(temporary, rank, ranks)):
+                files |= hashed
             contents = {"step": state.global_step, "ranks": ranks, "step_size": self.step_size(), "facts": self._facts}
             contents["files"] = files
             self._on_first(lambda: commit(temporary, folder, contents, overwrites=self.overwrite_output_dir))

@@ -86,11 +86,11 @@ class Gains:
         """Count a call of the model for the loss that no tree answers."""
         if self._steps >= STEPS or sum(map(len, self._untreed)) > MOST_KEPT:
             return
-        given = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids")}
-        if given["input_ids"] is None or any(x is not None and x.dim() != 2 for x in given.values()):
+        call = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids")}
+        if call["input_ids"] is None or any(x is not None and x.dim() != 2 for x in call.values()):
             return
         with suppress(DataError):  # these calls are the trainer's own, and may mean other things by their arguments
-            self._untreed += rows_of(given, rewards=True).ids
+            self._untreed += rows_of(call, rewards=True).ids
             self._first["calls"] += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -328,12 +328,12 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and add the numbers of the steps since the last log, with their loss in full precision."""
         if "loss" in logs:
-            found, ranks = self._numbers_since_log(), self._engine_of(self.model_wrapped).ranks
+            numbers, ranks = self._numbers_since_log(), self._engine_of(self.model_wrapped).ranks
             if self.args.target_kl is not None:
-                found["steps_left_out"], self._left_out = self._left_out, 0
-            if "loss" not in found:  # every step was left out
+                numbers["steps_left_out"], self._left_out = self._left_out, 0
+            if "loss" not in numbers:  # every step was left out
                 logs = {name: value for name, value in logs.items() if name not in ("loss", "grad_norm")}
-            logs |= found
+            logs |= numbers
             logs[EXECUTION + "peak_memory_bytes"] = max(ranks.gather(peak_memory_bytes(self.args.device)))
         super().log(logs, start_time)
 
@@ -379,12 +379,12 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             groups = ([rows[number] for number in group] for group in make_groups(rows))
             group = next((group for group in groups if any(row.weights.any() for row in group)), [])
             members, loss, _ = self._held_out(group)
-            found = {"nll": 0.0, "trained_tokens": 0.0}
+            metrics = {"nll": 0.0, "trained_tokens": 0.0}
             if loss is not None and group:
                 scores = torch.full((sum(max(len(row) - 1, 0) for row in members),), -1.0)
                 facts = Facts(members, dtype=scores.dtype)
-                found |= {"loss": 0.0} | loss.packed(scores, -scores, facts)[1]
-            known += [f"{name}_{metric}" if name else metric for metric in found]
+                metrics |= {"loss": 0.0} | loss.packed(scores, -scores, facts)[1]
+            known += [f"{name}_{metric}" if name else metric for metric in metrics]
         if wanted.removeprefix("eval_") not in (*known, "runtime", "samples_per_second", "steps_per_second"):
             raise ValueError(f"no evaluation gives metric_for_best_model={wanted!r}; {nearest(wanted, known)}")
 
@@ -429,9 +429,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                 part, metrics = loss.packed(scored[0], scored[1] if entropies else None, facts)
                 total, sums = total + float(part), add_metrics(sums, metrics)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        found = mean_metrics(sums) | {"nll": nll / weight, "trained_tokens": tokens}
-        found |= {} if loss is None else {"loss": total / loss.normaliser(rows)}
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in engine.ranks.gather(found)[0].items()}
+        numbers = mean_metrics(sums) | {"nll": nll / weight, "trained_tokens": tokens}
+        numbers |= {} if loss is None else {"loss": total / loss.normaliser(rows)}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in engine.ranks.gather(numbers)[0].items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
 
     def _held_out(self, rows: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], Any, bool]:
@@ -563,8 +563,8 @@ def missing_facts(rows: Sequence[Trajectory], loss: Any, computed: Collection[st
             )
         missing.add(fact)
     if isinstance(rows, list) and loss.scope == "batch":  # pairs, which are not in the columns
-        given = missing | set(computed)
-        loss.check([row.replace(**{fact: np.zeros(len(row)) for fact in given}) for row in rows])
+        known = missing | set(computed)
+        loss.check([row.replace(**{fact: np.zeros(len(row)) for fact in known}) for row in rows])
     return frozenset(missing)
 
 
@@ -595,10 +595,10 @@ def logprobs(
     def own_scores() -> list[list[torch.Tensor]]:
         own = [rows[number] for number in shares[ranks.rank].tolist()]
         mask = None if every else [row.weights[1:] != 0 for row in own]
-        found: Any = ([],) * (1 + entropies)
+        scores: Any = ([],) * (1 + entropies)
         if own or engine.collective:
-            found = engine.logprobs(own, return_entropy=entropies, mask=mask)
-        return [[one.cpu() for one in column] for column in (found if entropies else (found,))]
+            scores = engine.logprobs(own, return_entropy=entropies, mask=mask)
+        return [[one.cpu() for one in column] for column in (scores if entropies else (scores,))]
 
     if engine.collective:
         everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
