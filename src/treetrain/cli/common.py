@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
     from treetrain.data.trajectory import Trajectory
     from treetrain.inspection.report import Shape
@@ -59,7 +60,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{extra[0]!r} is the value of no option")
         return found, []
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"there is no {value!r}; {nearest(value, map(str, action.choices))}")
 
@@ -165,7 +166,7 @@ class ReadRows(NamedTuple):
     format: str
     view: str | None
     """None for token rows."""
-    tokenizer: Any
+    tokenizer: "PreTrainedTokenizerBase | None"
     """None for token rows without --tokenizer."""
 
 

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treetrain.cli.common import Parser, at_least, json_object, print_notes, read
 from treetrain.errors import nearest, quoted
+
+if TYPE_CHECKING:
+    import yaml
+    from peft import LoraConfig
+    from transformers import HfArgumentParser
+
+    from treetrain.trainers.arguments import TreeArguments
+    from treetrain.trainers.tree_trainer import TreeTrainer
 
 SUMMARY = (
     "From files of trajectories to a trained model folder; every shared prefix is computed once. A YAML file before "
@@ -27,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
 
     from treetrain.trainers.run_folder import check_contents
 
-    folder = Path(arguments.output_dir)
+    folder = Path(str(arguments.output_dir))
     resume = arguments.resume_from_checkpoint
     resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
     how_to_set = "--{} true"
@@ -57,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def make_parser() -> Any:
+def make_parser() -> "HfArgumentParser":
     """The options of the command and all `TreeArguments`: a `transformers.HfArgumentParser`."""
     import torch  # noqa: F401  # gives the clearest error if it is missing
     from transformers import HfArgumentParser
@@ -79,7 +87,7 @@ def make_parser() -> Any:
     return parser
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
+def parse_arguments(argv: Sequence[str]) -> "tuple[Namespace, TreeArguments]":
     """Options of data and model, and the `TreeArguments`. Raises ValueError."""
     parser = make_parser()
     names = list(takewhile(lambda word: not word.startswith("-"), argv))
@@ -90,7 +98,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
     return options, arguments
 
 
-def read_yaml(path: str) -> Any:
+def read_yaml(path: str) -> object:
     """The value of a YAML file of plain values.
 
     Raises:
@@ -110,7 +118,7 @@ def read_yaml(path: str) -> Any:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _check_keys(node: Any, path: str) -> None:
+def _check_keys(node: "yaml.Node | None", path: str) -> None:
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -148,7 +156,7 @@ LORA_NAMES = {"rank": "r", "lora_r": "r", "alpha": "lora_alpha"}
 """What options of LoRA are called elsewhere, and by peft."""
 
 
-def _adapter(options: dict[str, Any]) -> Any:
+def _adapter(options: dict[str, Any]) -> "LoraConfig":
     """The `peft.LoraConfig` of `--lora`."""
     from peft import LoraConfig
 
@@ -167,9 +175,9 @@ def _adapter(options: dict[str, Any]) -> Any:
         raise ValueError(f"--lora: {error}") from error
 
 
-def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
+def _trainer(options: Namespace, arguments: "TreeArguments") -> "tuple[TreeTrainer, Sequence[str]]":
     """The trainer of a run, and notes on its rows."""
-    from transformers import EarlyStoppingCallback
+    from transformers import EarlyStoppingCallback, TrainerCallback
 
     from treetrain.data.chat import chat_template_text
     from treetrain.errors import DataError
@@ -194,7 +202,7 @@ def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
         tokenizer.chat_template = chat_template_text(options.chat_template)
     model = load_model(options.model, seed=arguments.seed)
     model.config.name_or_path = options.model
-    callbacks: list[Any] = []
+    callbacks: list[TrainerCallback] = []
     if options.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(options.early_stopping_patience))
     adapter = None

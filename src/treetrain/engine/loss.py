@@ -28,7 +28,7 @@ from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
 
-Metrics = dict[str, tuple[Any, Any]]
+Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
 """Name -> (weighted sum, weight), numbers or scalar tensors. Metrics of parts, micro-batches and ranks are added."""
 
 
@@ -37,7 +37,7 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     total = dict(a)
     for name, (value, weight) in b.items():
         if name in total and name.endswith(("_max", "_min")):
-            bound = {"min" if name.endswith("_max") else "max": total[name][0]}
+            bound: dict[str, Any] = {"min" if name.endswith("_max") else "max": total[name][0]}
             value, weight = (torch.as_tensor(x, dtype=torch.float64) for x in (value, weight))
             total[name] = value.clamp(**bound), weight.clamp(min=total[name][1])
             continue
@@ -46,7 +46,7 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     return total
 
 
-def read_metrics(sums: Metrics) -> Metrics:
+def read_metrics(sums: Metrics) -> dict[str, tuple[float, float]]:
     """Metrics as floats, in one copy from the device."""
     numbers = _read(number for pair in sums.values() for number in pair)
     return dict(zip(sums, zip(numbers[0::2], numbers[1::2])))
@@ -57,7 +57,7 @@ def mean_metrics(sums: Metrics) -> dict[str, float]:
     return {name: total / weight for name, (total, weight) in read_metrics(sums).items() if weight != 0}
 
 
-def _read(values: Iterable[Any]) -> list[float]:
+def _read(values: Iterable[Tensor | float]) -> list[float]:
     values = [x.detach().reshape(()) if isinstance(x, Tensor) else float(x) for x in values]
     tensors = [x for x in values if isinstance(x, Tensor)]
     device = next((x.device for x in tensors if x.device.type != "cpu"), "cpu")
@@ -587,13 +587,13 @@ def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
     return {name: (fixed(total), fixed(weight)) for name, (total, weight) in pairs.items()}
 
 
-def name_of(loss: Any) -> str:
+def name_of(loss: object) -> str:
     """The name of a function or class, or of the class of any other object."""
     loss = loss.inner if isinstance(loss, RowLoss) else loss
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def _stated_needs(loss: Any) -> tuple[str, ...]:
+def _stated_needs(loss: object) -> tuple[str, ...]:
     return tuple(getattr(loss, "needs", ("logprobs",)))
 
 
@@ -614,14 +614,14 @@ def _check_arguments(loss: Callable[..., Any], name: str) -> None:
         ) from None
 
 
-def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None]:
+def checked_sum(name: str, returned: object) -> tuple[Any, Mapping[str, Any] | None]:
     """The (sum, metrics) that a loss returned.
 
     Raises:
         TypeError: it is not such a pair, its sum is not a scalar, or its metrics are not a dict of numbers.
     """
 
-    def wrong(value: Any, what: str) -> TypeError:
+    def wrong(value: object, what: str) -> TypeError:
         kind = "None" if value is None else f"a {type(value).__name__}"
         described = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
         return TypeError(f"loss {name} returned {described}{what}; {PROTOCOL}")

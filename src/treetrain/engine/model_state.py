@@ -138,7 +138,7 @@ def _checksum(values: Tensor) -> Int64[Tensor, ""]:
     return raw[: count - tail].view(torch.int64).sum() + raw[count - tail :].sum()
 
 
-def _same(then: Any, now: Any) -> bool:
+def _same(then: object, now: object) -> bool:
     if isinstance(then, Tensor) and isinstance(now, Tensor):
         return then.shape == now.shape and then.device == now.device and torch.equal(then, now)
     return then is now or (type(then) is type(now) and then == now)

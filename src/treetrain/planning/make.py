@@ -29,7 +29,7 @@ _TRIES, _CLOSE = 40, 0.97
 budget. Predictions err by more than the 3% that are left (`USABLE`)."""
 
 
-def parse_budget(value: Any) -> int | Bytes | None:
+def parse_budget(value: object) -> int | Bytes | None:
     """Read a budget.
 
     Args:
@@ -206,7 +206,7 @@ def make_plan(
     rows: Sequence[Row] | TokenTree | PackedLayout,
     cost: CostModel | ModelShape | str,
     *,
-    budget: Any = None,
+    budget: int | str | Bytes | None = None,
     free_bytes: int | None = None,
 ) -> Plan:
     """Find a fast plan for a batch within a budget; `plan.explain()` describes it.

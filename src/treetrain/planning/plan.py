@@ -356,7 +356,7 @@ def heights(layout: PackedLayout) -> Int64[np.ndarray, " M"]:
     return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))
 
 
-def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
+def depth_first(parent: Int64s, key: NDArray[np.number]) -> Int64s:
     """Part numbers in depth-first order, siblings by ascending key."""
     children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
     above = parent.tolist()

@@ -1,12 +1,12 @@
 """The plans of all ranks of a step, as the engine makes them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from treetrain.planning.balance import Balancer, Dispatch
 from treetrain.planning.collective_order import candidates, choose, offers_of
 from treetrain.planning.cost import CostModel
 from treetrain.planning.make import make_plan, trained_layout
-from treetrain.planning.plan import Plan
+from treetrain.planning.plan import Bytes, Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.token_tree import TokenTree
 
@@ -24,7 +24,7 @@ def plan_ranks(
     cost: CostModel,
     ranks: int,
     *,
-    budget: Any = None,
+    budget: int | str | Bytes | None = None,
     free_bytes: int | None = None,
     aligned: bool = False,
     balancer: Balancer | None = None,

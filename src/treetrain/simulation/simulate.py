@@ -22,7 +22,7 @@ differences:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -241,7 +241,7 @@ def simulate(
     splits: Sequence[Split],
     device: Device,
     *,
-    budget: Any = None,
+    budget: int | str | Bytes | None = None,
     speeds: Speeds | None = None,
     planned_for: Device | None = None,
 ) -> list[Simulation | Refused]:

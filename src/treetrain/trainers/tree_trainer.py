@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, reduce
 from itertools import islice
 from operator import add
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,18 @@ import torch.distributed as dist
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import nn
-from transformers import Trainer, TrainerCallback, set_seed
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import EvalLoopOutput
 
 from treetrain import losses
@@ -33,7 +44,18 @@ from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import LinearEngine, TreeEngine
-from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, as_loss, describe, mean_metrics, summed
+from treetrain.engine.loss import (
+    Facts,
+    Loss,
+    LossProtocol,
+    Metrics,
+    StepResult,
+    add_metrics,
+    as_loss,
+    describe,
+    mean_metrics,
+    summed,
+)
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance
 from treetrain.engine.runtime import expandable_segments
@@ -44,9 +66,12 @@ from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
-from treetrain.trainers.groups import Call, StepSampler, make_groups, step_loader
+from treetrain.trainers.groups import Call, StepDataset, StepSampler, make_groups, step_loader
 from treetrain.trainers.run_facts import facts_of_loss
 from treetrain.tree.build import as_tree
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
 logger = logging.getLogger(__name__)
@@ -95,13 +120,13 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         train_dataset: Sequence[Trajectory] | None = None,
         eval_dataset: Sequence[Trajectory] | dict[str, Sequence[Trajectory]] | None = None,
         *,
-        loss: Any = None,
+        loss: LossProtocol | None = None,
         ref_model: nn.Module | None = None,
-        peft_config: Any = None,
-        processing_class: Any = None,
+        peft_config: "PeftConfig | None" = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
     ) -> None:
         if not isinstance(args, TreeArguments):
             raise ValueError(
@@ -149,7 +174,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._engine_of(self.model)  # refuses a model before anything is computed
         self._ref_engine = self._reference(ref_model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treetrain-next-step")
-        self._next: tuple[Any, Future[list[dict[str, Any]]]] | None = None
+        self._next: tuple[Iterator[dict[str, Any]], Future[list[dict[str, Any]]]] | None = None
         self._balance: RouterBalance | None = None
         self._calls: list[StepResult] = []
         self._numbers: dict[str, float] = {}
@@ -173,17 +198,17 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         ):
             self.loss, self._compute = policy, self._compute - {OLD}
 
-    def _reference(self, model: Any) -> TreeEngine | None:
+    def _reference(self, given: nn.Module | None) -> TreeEngine | None:
         """The engine of the reference policy; None if none is needed, or it is the model without its adapter."""
-        if model is None:
+        if given is None:
             if REFERENCE not in self._compute or hasattr(self.model, "disable_adapter"):
                 return None
             if is_sharded(self.model):
                 raise ValueError("the model is in shards, of which no copy is made as reference policy: give ref_model")
-            model = copy.deepcopy(self.model)
         elif REFERENCE not in needed_facts(self.loss):
             raise ValueError("ref_model is given, but the loss, as it is set, has no reference policy")
-        model = model.requires_grad_(False).eval()
+        model: nn.Module = copy.deepcopy(self.model) if given is None else given
+        model.requires_grad_(False).eval()
         return engine_of(model if is_sharded(model) else model.to(self.args.device), self.args)
 
     # ---- Data ----
@@ -192,7 +217,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """See `SafeCheckpointsMixin`."""
         return super().run_facts() | {"loss": facts_of_loss(self.loss)}
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader:
         """The steps of a pass over the data; an item is one call."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
@@ -201,7 +226,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
         return step_loader(self.train_dataset, self._sampler, self.model, self.args, **options)  # type: ignore[arg-type]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """The held-out rows in calls of whole groups."""
         rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
@@ -222,7 +247,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             seed=args.seed if args.data_seed is None else args.data_seed,
         )
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Rows of a step, on average."""
         return max(round(len(self.train_dataset) * self.args.updates_per_batch / self._sampler.steps), 1)  # type: ignore[arg-type]
 
@@ -235,8 +260,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         )
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], float | None]:
         """The calls of a step with all facts that its loss needs, and the normaliser of the loss.
 
         The trees of the next step are built in the background.
@@ -278,7 +303,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     # ---- Steps ----
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: float | None = None
+    ) -> torch.Tensor:
         """Accumulate the gradients of a call.
 
         Args:
@@ -390,7 +417,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     def evaluation_loop(
         self,
-        dataloader: Any,
+        dataloader: DataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
@@ -406,11 +433,11 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         engine = self._engine_of(model)
-        rows, loss, reference = self._held_out(dataloader.dataset.rows)
+        rows, loss, reference = self._held_out(cast(StepDataset, dataloader.dataset).rows)
         entropies, every = loss is not None and "entropies" in loss.needs, loss is not None and loss.reads_untrained
         nll = weight = tokens = total = 0.0
         sums: Metrics = {}
-        self.callback_handler.eval_dataloader = dataloader
+        self.callback_handler.eval_dataloader = dataloader  # type: ignore[assignment]
         for inputs in dataloader:
             members = [rows[number] for number in inputs["call"].rows.tolist()]
             if reference:
@@ -434,7 +461,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in engine.ranks.gather(numbers)[0].items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
 
-    def _held_out(self, rows: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], Any, bool]:
+    def _held_out(self, rows: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], Loss | None, bool]:
         """Held-out rows with advantages, and the loss to evaluate: its on-policy form if they lack old_logprobs.
 
         Returns:
@@ -466,7 +493,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             self._engine, self._engine_model = engine_of(model, self.args), (model, type(model))
         return self._engine
 
-    def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[Any]:
+    def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[object]:
         # FSDP2 casts by itself.
         return contextlib.nullcontext() if engine.collective else self.accelerator.autocast()
 
@@ -497,12 +524,13 @@ def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
     return LinearEngine(model, pack_tokens=pack_tokens, **options)
 
 
-def checked_loss(args: TreeArguments, loss: Any) -> Any:
+def checked_loss(args: TreeArguments, given: LossProtocol | None) -> Loss:
     """The given loss, or the one that the arguments name. Raises ValueError."""
-    if loss is not None and (args.loss != "sft" or args.loss_kwargs):
+    if given is not None and (args.loss != "sft" or args.loss_kwargs):
         raise ValueError(f"a loss is given, and args name {args.loss!r} with {args.loss_kwargs}; give one of them")
-    loss = losses.by_name(args.loss, **(args.loss_kwargs or {})) if loss is None else loss  # type: ignore[arg-type]
-    loss, name = as_loss(loss), type(loss).__name__
+    if given is None:
+        given = losses.by_name(args.loss, **(args.loss_kwargs or {}))  # type: ignore[arg-type]
+    loss, name = as_loss(given), type(given).__name__
     if "predicted_values" in loss.needs:
         raise ValueError(
             f"{name} needs values, and this trainer has no value head; use TreeEngine(model, value_head=...) in a loop "
@@ -519,13 +547,13 @@ def checked_loss(args: TreeArguments, loss: Any) -> Any:
     return loss
 
 
-def needed_facts(loss: Any) -> tuple[str, ...]:
+def needed_facts(loss: Loss) -> tuple[str, ...]:
     """Names of the per-token facts that a loss needs."""
     return tuple(name for name in loss.needs if name in PER_TOKEN_FACTS)
 
 
 def computed_advantages(
-    rows: Sequence[Trajectory], loss: Any, options: dict[str, Any] | None
+    rows: Sequence[Trajectory], loss: Loss, options: dict[str, Any] | None
 ) -> NDArray[np.float64] | None:
     """Compute advantages from rewards if the loss needs advantages and no row has any; else return None.
 
@@ -541,7 +569,7 @@ def computed_advantages(
     return None
 
 
-def missing_facts(rows: Sequence[Trajectory], loss: Any, computed: Collection[str] = ()) -> frozenset[str]:
+def missing_facts(rows: Sequence[Trajectory], loss: Loss, computed: Collection[str] = ()) -> frozenset[str]:
     """The subset of old_logprobs and ref_logprobs that the loss needs and no trained row has.
 
     Raises DataError if only some of the rows have them, or a row lacks another fact that is not in `computed`.
@@ -568,7 +596,7 @@ def missing_facts(rows: Sequence[Trajectory], loss: Any, computed: Collection[st
     return frozenset(missing)
 
 
-def on_policy(loss: Any) -> Any:
+def on_policy(loss: Loss) -> PolicyLoss | None:
     """The loss with on-policy updates (ratio 1), which need no old log-probabilities; None if it has no such form."""
     return dataclasses.replace(loss, on_policy=True) if isinstance(loss, PolicyLoss) else None
 
@@ -644,7 +672,7 @@ class RunningBatch(TrainerCallback):
         own = [rows[number] for number in inputs["own"].tolist()]
         return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], rows=own)}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start without a batch."""
         self.start_step(-1)
 

@@ -22,7 +22,7 @@ from treetrain.tree.token_tree import TokenTree
 
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache
 
-Row = Trajectory | Sequence[int] | NDArray[Any]
+Row = Trajectory | Sequence[int] | NDArray[np.integer]
 
 
 def build_tree(
@@ -107,7 +107,7 @@ def _check_rows(rows: Any) -> None:
         )
 
 
-def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
+def _token_ids(rows: Sequence[Row]) -> tuple[Int32s, Int64s]:
     """The rows concatenated, int32 [flat], and their lengths, int64 [K]."""
     if set(map(type, rows)) == {list} and (joined := _joined_lists(rows)) is not None:
         return joined, np.fromiter(map(len, rows), np.int64, len(rows))
@@ -123,7 +123,7 @@ def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
     return flat.astype(np.int32, copy=False), lengths
 
 
-def _joined_lists(rows: Sequence[list[Any]]) -> Int32s | None:
+def _joined_lists(rows: Sequence[Any]) -> Int32s | None:
     """Lists of ids concatenated, without an array for each (twice as fast); None if any entry is not a token id."""
     joined = array("i")
     try:
