@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import treetrain as tt
-from treetrain.engine.loss import LossProtocol
+from treetrain.engine.loss import Loss, LossProtocol
 from treetrain.models.capability import check_model
 from treetrain.testing import linear
 from treetrain.testing.forests import runs, seeded, trajectories
@@ -32,7 +32,7 @@ Rows = list[tt.Trajectory]
 class Case:
     """A loss, and the same loss written out per token to check it."""
 
-    loss: LossProtocol
+    loss: Loss | LossProtocol
     """The loss for `TreeEngine.forward_backward`."""
     per_token: linear.RowLoss | None = None
     reduction: str = "token"

@@ -120,7 +120,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         train_dataset: Sequence[Trajectory] | None = None,
         eval_dataset: Sequence[Trajectory] | dict[str, Sequence[Trajectory]] | None = None,
         *,
-        loss: LossProtocol | None = None,
+        loss: Loss | LossProtocol | None = None,
         ref_model: nn.Module | None = None,
         peft_config: "PeftConfig | None" = None,
         processing_class: PreTrainedTokenizerBase | None = None,
@@ -524,7 +524,7 @@ def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
     return LinearEngine(model, pack_tokens=pack_tokens, **options)
 
 
-def checked_loss(args: TreeArguments, given: LossProtocol | None) -> Loss:
+def checked_loss(args: TreeArguments, given: Loss | LossProtocol | None) -> Loss:
     """The given loss, or the one that the arguments name. Raises ValueError."""
     if given is not None and (args.loss != "sft" or args.loss_kwargs):
         raise ValueError(f"a loss is given, and args name {args.loss!r} with {args.loss_kwargs}; give one of them")
