@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OF_ROOT = ("BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
+OF_ROOT = ("BENCHMARKS.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^):#\s]+)(?P<anchor>#[^)]*)?\)")
 
 
