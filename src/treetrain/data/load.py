@@ -203,7 +203,8 @@ def detect_format(
 def _records(path: str | os.PathLike[str], notes: Notes) -> Records:
     """The records of a file or folder, and of pages of an API the records in them."""
     for place, record in read_records(path, notes):
-        if isinstance(record, Mapping) and look_up(next(iter(record.values()), None), "model_patch") is not None:
+        first = next(iter(record.values()), None) if isinstance(record, Mapping) else None
+        if isinstance(first, Mapping) and "model_patch" in first:
             notes.add("a file of predictions (preds.json) holds patches and no messages", place)
             continue
         if isinstance(record, DataError) or not isinstance(record.get("data"), list) or record.keys() - PAGE_KEYS:

@@ -58,32 +58,27 @@ def count_once(
     changed = list(rows)
     for members in _repeating(rows):
         paths = _paths([rows[number] for number in members])
-        size = 1 + max(int(path.max(initial=-1)) for path in paths)
-        first = np.full(size, -1, np.int64)  # the row that trains each token first
-        known = {name: np.full(size, np.nan) for name in GIVEN}
+        first = np.full(
+            1 + max(int(path.max(initial=-1)) for path in paths), -1, np.int64
+        )  # the row that trains a token
         for number, path in zip(members, paths):
-            row = rows[number]
+            row, before = rows[number], first[path]
             trained = row.weights != 0
-            again = trained & (first[path] >= 0)
-            for name, of_tokens in known.items():
-                fact = getattr(row, name)
-                if advantages is not None and name == "advantages":
-                    fact = np.full(len(row), advantages[number])
-                fact = np.full(len(row), np.nan) if fact is None else fact
-                differs = again & (of_tokens[path] != fact) & ~(np.isnan(of_tokens[path]) & np.isnan(fact))
-                if differs.any():
-                    at = int(differs.argmax())
-                    _refuse(rows, number, int(first[path[at]]), at, name, float(fact[at]), float(of_tokens[path[at]]))
-                new = trained & ~again
-                of_tokens[path[new]] = fact[new]
+            again = trained & (before >= 0)
             first[path[trained & ~again]] = number
-            if again.any():
-                rewards = {rows[other].reward for other in np.unique(first[path[again]]).tolist()} | {row.reward}
-                if notes is not None and row.advantages is None and len(rewards) > 1:
-                    text = "tokens that count once are in rows of different rewards; they count with the first row's"
-                    notes.place = f"row {number}" if row.id is None else str(row.id)
-                    notes.add(text)
-                changed[number] = row.replace(loss_weights=np.where(again, 0.0, row.weights))
+            if not again.any():
+                continue
+            others = np.unique(before[again]).tolist()
+            for other in others:
+                _check_facts(rows, advantages, other, number, np.flatnonzero(again & (before == other)))
+            if (
+                notes is not None
+                and row.advantages is None
+                and len({rows[one].reward for one in (*others, number)}) > 1
+            ):
+                notes.place = f"row {number}" if row.id is None else str(row.id)
+                notes.add("tokens that count once are in rows of different rewards; they count with the first row's")
+            changed[number] = row.replace(loss_weights=np.where(again, 0.0, row.weights))
     return changed
 
 
@@ -122,13 +117,26 @@ def _words(row: Trajectory, shape: tuple[int, ...]) -> NDArray[np.int32]:
     return words.astype(np.int32).ravel()
 
 
-def _refuse(rows: Sequence[Trajectory], number: int, first: int, at: int, name: str, one: float, other: float) -> None:
-    values = " and ".join("none" if np.isnan(value) else f"{value:g}" for value in (other, one))
-    raise DataError(
-        f"rows {_name(rows, first)} and {_name(rows, number)} both train token {at} of one path, with the {name} "
-        f"{values}; count='once' needs one value: give both rows the same, or each its own `episode` if they were "
-        "sampled apart, or take count='per trajectory'"
-    )
+def _check_facts(
+    rows: Sequence[Trajectory], advantages: Sequence[float] | NDArray[Any] | None, first: int, number: int, at: Int64s
+) -> None:
+    """Raise DataError if two rows that begin alike have different facts at these places."""
+    for name in GIVEN:
+        pair = []
+        for one in (first, number):
+            fact = getattr(rows[one], name)
+            if advantages is not None and name == "advantages":
+                fact = np.full(len(rows[one]), advantages[one])
+            pair.append(np.full(len(at), np.nan) if fact is None else fact[at])
+        differs = (pair[0] != pair[1]) & ~(np.isnan(pair[0]) & np.isnan(pair[1]))
+        if differs.any():
+            place = int(differs.argmax())
+            values = " and ".join("none" if np.isnan(fact[place]) else f"{fact[place]:g}" for fact in pair)
+            raise DataError(
+                f"rows {_name(rows, first)} and {_name(rows, number)} both train token {at[place]} of one path, with "
+                f"the {name} {values}; count='once' needs one value: give both rows the same, or each its own `episode` if "
+                "they were sampled apart, or take count='per trajectory'"
+            )
 
 
 def _name(rows: Sequence[Trajectory], number: int) -> str:

@@ -291,14 +291,17 @@ def facts(record: Record, *also: Record) -> dict[str, Any]:
 
 def row_facts(row: Record, notes: Notes) -> dict[str, Any]:
     """Facts of the whole row as arguments of `Trajectory`; a row without an id is named by its place."""
-    facts = {name: row.get(name) for name in ("reward", "pair", "chosen", "key")}
-    facts["id"] = notes.place if row.get("id") is None else row["id"]
+    facts = {name: row.get(name) for name in ("reward", "pair", "chosen", "key", "id")}
+    facts["id"] = notes.place if facts["id"] is None else facts["id"]
     return facts | {"group": first_of(row, *GROUP_KEYS), "episode": first_of(row, *EPISODE_KEYS)}
 
 
 def first_of(record: Record, *names: str) -> Any:
     """The value of the first of these keys that is present and not null."""
-    return next((record[name] for name in names if record.get(name) is not None), None)
+    for name in names:  # a loop: rows come in millions
+        if (value := record.get(name)) is not None:
+            return value
+    return None
 
 
 def without_nulls(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,10 @@ PER_TOKEN_KEYS = {
     "values": ("values",),
     "returns": ("returns",),
 }
+FIELDS = {name: field for field, names in PER_TOKEN_KEYS.items() for name in names}
 WEIGHT_KEYS = ("labels", "loss_mask", "loss_weights")
 EXPERT_KEYS = ("experts", "routed_experts")
-TOKEN_KEYS = frozenset(("input_ids", "attention_mask", *ROW_KEYS, *WEIGHT_KEYS, *EXPERT_KEYS)).union(
-    *PER_TOKEN_KEYS.values()
-)
+TOKEN_KEYS = frozenset(("input_ids", "attention_mask", *ROW_KEYS, *WEIGHT_KEYS, *EXPERT_KEYS, *FIELDS))
 # Names of the same thing in different tools, the first that is there counts.
 PROMPT_IDS = ("prompt_ids", "prompt_token_ids", "input_tokens", "prompt.token_ids")
 ANSWER_IDS = ("output_ids", "response_ids", "completion_ids", "response_token_ids", "output_tokens")
@@ -78,11 +78,11 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     weights = _weights(row, ids, keep, len(whole))
     if weights is None:
         notes.add("no labels, loss_mask or loss_weights: every token is trained")
-    facts = {
-        field: _fact(row, names, len(whole), keep, weights)
-        for field, names in PER_TOKEN_KEYS.items()
-        if not row.keys().isdisjoint(names)
-    }
+    given: dict[str, str] = {}  # field of Trajectory -> the key that has it
+    for name, value in row.items():
+        if name in FIELDS and value is not None and given.setdefault(FIELDS[name], name) != name:
+            raise DataError(f"both {given[FIELDS[name]]!r} and {name!r} are there; they mean the same: keep one")
+    facts = {field: _fact(row[name], name, len(whole), keep, weights) for field, name in given.items()}
     return Trajectory(
         ids,
         loss_weights=weights,
@@ -136,19 +136,13 @@ def _weights(row: Record, ids: NDArray[np.int32], keep: slice, length: int) -> N
                 "the reinforce loss"
             )
         given.append(weights)
-    return np.prod(given, axis=0, dtype=np.float64) if given else None
+    return reduce(np.multiply, given).astype(np.float64) if given else None
 
 
 def _fact(
-    row: Record, names: tuple[str, ...], length: int, keep: slice, weights: NDArray[np.float64] | None
-) -> NDArray[np.float64] | float | None:
-    given = [name for name in names if row.get(name) is not None]
-    if not given:
-        return None
-    if len(given) > 1:
-        raise DataError(f"both {given[0]!r} and {given[1]!r} are there; they mean the same: keep one")
-    name, value = given[0], row[given[0]]
-    if names == PER_TOKEN_KEYS["advantages"] and not isinstance(value, list):
+    value: Any, name: str, length: int, keep: slice, weights: NDArray[np.float64] | None
+) -> NDArray[np.float64] | float:
+    if FIELDS[name] == "advantages" and not isinstance(value, list):
         return value  # one number for the whole row; the trajectory checks it
     entries, raw = per_token(value, name, length, nulls=True)[keep], value[keep]
     for at in np.flatnonzero(np.isnan(entries)):
