@@ -75,6 +75,21 @@ WITHOUT_SYSTEM = ("claude-code.jsonl", "messages-cline.json")
 # Counted by hand. The answer is `the`, ` answer`, ` is`, ` 4` and the end of the turn. The call has 66 characters, of
 # which only the `ll` of `<tool_call>` and `</tool_call>` are one token, and the end of the turn.
 TRAINED = {"answer": 5, "call": 65}
+# The trained tokens of every row of the other samples, counted by hand. A call of ToolBench has no text: without `hm`,
+# a line end and its 6 characters of arguments there are 56. Its last one has 79 characters; `answer` is one token.
+OTHERS = {
+    **{name: [2, 1][:calls] for name, (_, calls) in TOKEN_SAMPLES.items()},
+    "art.jsonl": [65 + 5, 5],
+    "nemo-gym-tokens.jsonl": [2, 1],
+    "nodes.jsonl": [3, 1],
+    "nodes-verifiers.jsonl": [3, 1],
+    "nodes-messages.jsonl": [65 + 5, 3],
+    "swe-agent-history.traj": [5],
+    "toolbench.json": [65 + 79 - 2 - 5 + 1, 56],
+    "tree-of-thoughts.json": [4, 9],
+    "verl-responses.jsonl": [5, 3],
+    "verl-rollouts.jsonl": [4],
+}
 
 
 @pytest.fixture
@@ -121,6 +136,15 @@ def test_every_log_of_the_dialogue_gives_the_tokens_of_its_messages(read, dialog
         np.testing.assert_array_equal(row.ids, other.ids)
         np.testing.assert_array_equal(row.weights, other.weights)
     assert sum(row.weights.sum() for row in found.trajectories) == TRAINED["call"] + TRAINED["answer"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_samples_train_as_many_tokens_as_were_counted_by_hand(read, name):
+    assert [int((row.weights > 0).sum()) for row in read(name).trajectories] == OTHERS[name]
+
+
+def test_every_sample_is_counted():
+    assert {path.name for path in SAMPLES.iterdir()} == CONVERSATIONS.keys() | OTHERS.keys()
 
 
 def test_traces_name_their_episode_and_note_what_is_no_call(read):
