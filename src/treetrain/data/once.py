@@ -133,9 +133,9 @@ def _check_facts(
             place = int(differs.argmax())
             values = " and ".join("none" if np.isnan(fact[place]) else f"{fact[place]:g}" for fact in pair)
             raise DataError(
-                f"rows {_name(rows, first)} and {_name(rows, number)} both train token {at[place]} of a path, with the {name} "
-                f"{values} {values}; count='once' needs one value: give both rows the same, or each its own `episode` if "
-                "they were sampled apart, or take count='per trajectory'"
+                f"rows {_name(rows, first)} and {_name(rows, number)} both train token {at[place]} of one path, with "
+                f"the {name} {values}; count='once' needs one value: give both rows the same, or each its own "
+                "`episode` if they were sampled apart, or take count='per trajectory'"
             )
 
 
