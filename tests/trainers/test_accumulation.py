@@ -271,3 +271,22 @@ def test_a_loss_that_is_thrown_away_frees_its_tree_and_one_with_a_backward_does_
     assert [tree() is not None for tree in trees] == [False, True, False] and steps.gradients_wait
     assert len(steps.settle(everything=True)) == 1 and scores.weight.grad == predictions(FIRST)
     assert not any(tree() for tree in trees)
+
+
+def fail(gradient):
+    raise ArithmeticError
+
+
+def test_a_backward_that_fails_half_way_leaves_nothing(scores):
+    steps = steps_with([FIRST, SECOND], scores)
+    with steps.step.micro_batch():
+        one, two = ask(steps, scores, FIRST)
+        one.register_hook(fail)  # after the backward of `two`: autograd runs what was made last first
+        with pytest.raises(ArithmeticError):
+            (one.sum() + two.sum()).backward()
+    (tree,) = scores.made
+    assert tree.logprobs[1].grad is not None and steps.waiting
+    steps.drop_failed()
+    assert tree.logprobs[1].grad is None and not steps.waiting
+    train(steps, scores, SECOND, last=True)
+    assert scores.log == [0] and scores.weight.grad == predictions(SECOND)

@@ -8,6 +8,7 @@ import copy
 import io
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -482,6 +483,25 @@ def test_compute_loss_and_backward_outside_of_training_step_give_all_gradients(h
     assert seen == pytest.approx(expected, rel=1e-5)
     for name, weight in plain.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_losses_that_get_no_backward_keep_no_graphs(tmp_path, monkeypatch):
+    settings = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}
+    trainer = tt.share_prefixes(BUILDERS["sft"](settings, torch.float32, tmp_path), check=False)
+    made, score = [], tt.TreeEngine.score
+
+    def remembered(*args, **kwargs):
+        scored = score(*args, **kwargs)
+        made.append(weakref.ref(scored))
+        return scored
+
+    monkeypatch.setattr(tt.TreeEngine, "score", remembered)
+    losses = [trainer.compute_loss(trainer.model, inputs) for inputs in batches_of(trainer, 0, 1, 2)]
+    assert all(scored() is not None for scored in made) and len(made) == 3
+    del losses[1:]
+    assert [scored() is not None for scored in made] == [True, False, False]
+    losses[0].backward()
+    assert all(p.grad is not None for p in trainer.model.parameters())
 
 
 def test_methods_that_are_set_on_the_object_are_run_too(tmp_path):

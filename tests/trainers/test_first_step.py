@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainer_runs as runs
+from datasets import Dataset
 from peft import AdaLoraConfig, get_peft_model
 from torch import nn
 from trainer_runs import BUILDERS, train
 from transformers import DataCollatorForSeq2Seq, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 import treetrain as tt
 from treetrain.engine import lm_head
@@ -299,33 +301,40 @@ MEMORY: dict[str, dict[str, Any]] = {
     "long rows, budget": {"length": 120, "budget": 60},
     "long rows, LoRA": {"length": 120, "lora": True},
     "long rows, checkpointing, budget": {"length": 120, "budget": 60, "gradient_checkpointing": True},
+    "long rows, TRL, budget": {"length": 120, "budget": 60, "trl": True, "vocabulary": 8192},
 }
-FAST = ("few tokens, bfloat16", "long rows, budget")
+FAST = ("few tokens, bfloat16", "long rows, TRL, budget")
 
 
 @pytest.mark.parametrize(
     "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in MEMORY if case not in FAST)]
 )
 def test_the_first_step_needs_no_more_memory_with_its_check(case, tmp_path, monkeypatch):
-    given = {"length": 8, **MEMORY[case]}
-    length, budget, lora = given.pop("length"), given.pop("budget", None), given.pop("lora", False)
+    wanted = {"length": 8, **MEMORY[case]}
+    length, budget, lora = wanted.pop("length"), wanted.pop("budget", None), wanted.pop("lora", False)
     draw, peaks = np.random.default_rng(0), []
     shared = draw.integers(2, 40, length).tolist()
     data = [{"input_ids": shared + draw.integers(2, 40, 8 + length // 4).tolist()} for _ in range(4)]
     data = [{**row, "labels": row["input_ids"]} for row in data]
     for checks in (False, True):
         model = runs.model(
-            dtype=given.get("dtype", torch.float32),
+            dtype=wanted.get("dtype", torch.float32),
             hidden_size=256,
             intermediate_size=1024,
             max_position_embeddings=1024,
-            vocab_size=512,
+            vocab_size=wanted.get("vocabulary", 512),
         )
         trained: Any = get_peft_model(model, runs.adapter()) if lora else model
         arguments = {**settings(tmp_path), "per_device_train_batch_size": 4, "max_steps": 1, "optim": "sgd"}
-        arguments |= {"save_strategy": "no", "gradient_checkpointing": given.get("gradient_checkpointing", False)}
-        collate = DataCollatorForSeq2Seq(runs.tokenizer())
-        trainer = Trainer(trained, TrainingArguments(**arguments), train_dataset=data, data_collator=collate)  # type: ignore[arg-type]
+        arguments |= {"save_strategy": "no", "gradient_checkpointing": wanted.get("gradient_checkpointing", False)}
+        trainer: Any
+        if wanted.get("trl"):
+            arguments |= {"max_length": None}
+            rows = Dataset.from_list(data)
+            trainer = SFTTrainer(trained, SFTConfig(**arguments), train_dataset=rows, processing_class=runs.tokenizer())
+        else:
+            collate = DataCollatorForSeq2Seq(runs.tokenizer())
+            trainer = Trainer(trained, TrainingArguments(**arguments), train_dataset=data, data_collator=collate)  # type: ignore[arg-type]
         tt.share_prefixes(trainer, budget, check=checks)
         trained.train()
         cost_if_countable(trained)  # counts fake tensors, once

@@ -228,6 +228,7 @@ class PrefixSharing:
         self.wrapped = model
         with step.micro_batch():
             yield
+        self.steps.drop_failed()
         last = self.trainer.accelerator.sync_gradients
         self.settle(everything=last, average=last)
         if last:

@@ -162,6 +162,13 @@ class StepScores:
         """The output, which is computed from the leaves of these scores; its graph keeps them until a backward."""
         return _Keeps.apply(output, scores, self.waiting)
 
+    def drop_failed(self) -> None:
+        """Forget what backwards have left that failed; for moments at which none is running."""
+        for scores in list(self.waiting):
+            if scores.scored is not None and not scores.scored.deferral.arrived:
+                scores.scored.drop_gradients()
+                self.waiting.remove(scores)
+
     @property
     def gradients_wait(self) -> bool:
         """Whether gradients have arrived that have not gone through their trees."""
