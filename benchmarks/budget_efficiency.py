@@ -26,7 +26,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.engine import LinearEngine
+    from treetrain.engine.linear import LinearEngine
     from treetrain.planning.plan import heights
     from treetrain.verification.bench import PaddedEngine
 

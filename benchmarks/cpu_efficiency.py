@@ -18,7 +18,8 @@ def measure(name: str, repeats: int, memory: bool) -> None:
 
     import treetrain as tt
     from memory import peak_step_bytes
-    from treetrain.engine.engine import LinearEngine, TreeEngine
+    from treetrain.engine.engine import TreeEngine
+    from treetrain.engine.linear import LinearEngine
     from treetrain.tree.stats import distinct_rows
     from treetrain.verification.bench import PaddedEngine, bench
 

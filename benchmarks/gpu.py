@@ -48,7 +48,7 @@ import flex_attention  # noqa: F401 - adds FlexAttention to the backends
 import treetrain as tt
 from tree_shapes import load, rows_of, synthetic
 from treetrain.engine import lm_head
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.engine.lm_head import ENVIRONMENT as HEAD
 from treetrain.engine.lm_head import Edges, ScoreRequest, score_edges
 from treetrain.planning.devices import Device
@@ -466,7 +466,7 @@ def linear_engine(model: Any, rows: list[tt.Trajectory], **options: Any) -> Line
     size = 32_768
     while CUDA and size > 2048:
         engine = LinearEngine(model, pack_tokens=size, **options)
-        if engine.cost.peak_bytes(engine.plan(rows)) <= (engine.free_bytes() or math.inf):
+        if engine.cost.peak_bytes(engine.plan(rows)) <= (engine.prepared.free_bytes() or math.inf):
             break
         size //= 2
     return LinearEngine(model, pack_tokens=size, **options)

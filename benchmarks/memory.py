@@ -130,7 +130,8 @@ def _status_bytes(field: str) -> int:
 
 def measure(case: str) -> None:
     """Append one row per budget."""
-    from treetrain.engine.engine import LinearEngine, TreeEngine
+    from treetrain.engine.engine import TreeEngine
+    from treetrain.engine.linear import LinearEngine
 
     model, trajectories = load(case)
     longest = [max(trajectories, key=len)]

@@ -27,18 +27,18 @@ _PUBLIC = {
     "StepResult": "treetrain.engine.loss",
     "TreeEngine": "treetrain.engine.engine",
     "Scored": "treetrain.engine.score",
-    "logprobs": "treetrain.engine.engine",
-    "rewards": "treetrain.engine.engine",
-    "values": "treetrain.engine.engine",
+    "logprobs": "treetrain.engine.autograd",
+    "rewards": "treetrain.engine.autograd",
+    "values": "treetrain.engine.autograd",
     "from_padded": "treetrain.trainers.batches",
     "from_packed": "treetrain.trainers.batches",
     "to_padded": "treetrain.trainers.batches",
     "to_packed": "treetrain.trainers.batches",
     "attention": "treetrain.softmax_attention.attention",
-    "Packed": "treetrain.engine.packed",
-    "PackedPart": "treetrain.engine.packed",
-    "pack": "treetrain.engine.packed",
-    "prediction_logprobs": "treetrain.engine.packed",
+    "Packed": "treetrain.engine.own_model",
+    "PackedPart": "treetrain.engine.own_model",
+    "pack": "treetrain.engine.own_model",
+    "prediction_logprobs": "treetrain.engine.own_model",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "PrefixGroupSampler": "treetrain.trainers.groups",
@@ -101,15 +101,15 @@ if TYPE_CHECKING:
     from treetrain.data.load import from_messages as from_messages
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
+    from treetrain.engine.autograd import logprobs as logprobs
+    from treetrain.engine.autograd import rewards as rewards
+    from treetrain.engine.autograd import values as values
     from treetrain.engine.engine import TreeEngine as TreeEngine
-    from treetrain.engine.engine import logprobs as logprobs
-    from treetrain.engine.engine import rewards as rewards
-    from treetrain.engine.engine import values as values
     from treetrain.engine.loss import StepResult as StepResult
-    from treetrain.engine.packed import Packed as Packed
-    from treetrain.engine.packed import PackedPart as PackedPart
-    from treetrain.engine.packed import pack as pack
-    from treetrain.engine.packed import prediction_logprobs as prediction_logprobs
+    from treetrain.engine.own_model import Packed as Packed
+    from treetrain.engine.own_model import PackedPart as PackedPart
+    from treetrain.engine.own_model import pack as pack
+    from treetrain.engine.own_model import prediction_logprobs as prediction_logprobs
     from treetrain.engine.score import Scored as Scored
     from treetrain.errors import DataError as DataError
     from treetrain.errors import RanksDisagree as RanksDisagree

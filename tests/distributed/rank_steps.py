@@ -21,7 +21,7 @@ from support.models import make_model
 from support.moe import at_random
 from support.plans import planned
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import VOCAB, with_random_facts
 
@@ -246,7 +246,7 @@ def step(group: Any, job: Job) -> dict[str, Any]:
 
 def reducing(engine: tt.TreeEngine, reduces: Reduces) -> None:
     """Let an engine reduce gradients in these backwards, whatever memory is free."""
-    engine.keeps_gradients = lambda plan: reduces == "last"  # type: ignore[method-assign]
+    engine.prepared.keeps_gradients = lambda plan: reduces == "last"  # type: ignore[method-assign]
 
 
 def _made(job: Job) -> tuple[nn.Module, nn.Module | None, Rows]:
@@ -378,12 +378,9 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     alone = copy.deepcopy(model)
     rows = [list(row.ids) for row in rows_of(3, "sft")]
 
-    class Forced(planned(*shapes[rank % len(shapes)])):
-        def keeps_graphs(self, plan: Any) -> bool:
-            return keeps[rank % len(keeps)]
-
     wrapped = parallel_model(model, how, mesh)
-    engine = Forced(wrapped, temperature=1.3, context=context)
+    engine = planned(*shapes[rank % len(shapes)])(wrapped, temperature=1.3, context=context)
+    engine.prepared.keeps_graphs = lambda plan: keeps[rank % len(keeps)]  # type: ignore[method-assign]
     reference = tt.TreeEngine(alone, temperature=1.3)
     own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
     scored_first = []

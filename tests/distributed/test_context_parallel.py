@@ -151,5 +151,5 @@ def test_an_error_on_one_rank_ends_all_of_them_with_its_message(run_on_ranks):
     for outcome in run_on_ranks(_trapped, "other rows"):
         assert outcome.startswith("RanksDisagree: the ranks differ in their rows"), outcome
     first, second = run_on_ranks(_trapped, "no advantages")
-    assert first.startswith("RanksDisagree: preparing the loss stopped on all ranks, because of rank 1")
+    assert first.startswith("RanksDisagree: forward_backward stopped on all ranks, because of rank 1")
     assert second.startswith("DataError") and "advantages" in second

@@ -42,6 +42,12 @@ def _model(parallel: str, group: Any, **changes: Any) -> tuple[nn.Module, dict[s
     return model, {"context" if parallel == "context" else "group": group}
 
 
+def another_call(engine: tt.TreeEngine) -> None:
+    """Make a call that the other ranks do not make."""
+    with engine.ranks.together("router_balance"):
+        engine.ranks.exchange(None)
+
+
 def disagreeing(group: Any, parallel: str, case: str) -> str:
     """Return this rank's error; a step after that must go well."""
     other = dist.get_rank(group) == 1
@@ -59,7 +65,7 @@ def disagreeing(group: Any, parallel: str, case: str) -> str:
         next(model.parameters()).requires_grad_(False)
     normaliser = 3.0 if other and case == "normaliser" else None
     if other and case == "call":
-        outcome = error_of(lambda: engine.ranks.agree("router_balance", lambda: (None, None)))
+        outcome = error_of(lambda: another_call(engine))
     else:
         outcome = error_of(lambda: engine.forward_backward(given, loss, normaliser))
     assert all(p.grad is None for p in model.parameters())
@@ -231,7 +237,10 @@ def test_a_loss_that_raises_in_the_middle_of_a_step_stops_all_ranks_and_leaves_t
     run_on_ranks, parallel
 ) -> None:
     size = 4 if parallel == "mesh" else 2
-    for scope, what in (("trajectory", "the step" if parallel == "ddp" else "the passes"), ("batch", "the loss")):
+    for scope, what in (
+        ("trajectory", "forward_backward" if parallel == "ddp" else "the passes"),
+        ("batch", "forward_backward"),
+    ):
         first, second, *others = run_on_ranks(raising_in_the_middle, parallel, scope, size=size)
         why = f"RanksDisagree: {what} stopped on all ranks, because of rank 1 of {size}: Oops: in row 2"
         assert {first, *others} == {(why, True)}

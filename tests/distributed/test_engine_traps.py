@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine import distributed as ranks_module
 from treetrain.engine.executor import Executor
+from treetrain.engine.extensions import process_group as ranks_module
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.testing.contract import PureFloat64
 
@@ -272,7 +272,7 @@ def test_gradients_of_a_call_that_failed_before_they_were_reduced_do_not_enter_t
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_rank_that_cannot_score_its_rows_for_a_comparison_stops_all(run_on_ranks, parallel) -> None:
     (first, after), (second, again) = run_on_ranks(comparing_rows_while_one_fails, parallel)
-    what = "comparing rows" if parallel == "ddp" else "the passes"
+    what = "forward_backward" if parallel == "ddp" else "the passes"
     assert first.startswith(f"RanksDisagree: {what} stopped on all ranks, because of rank 1 of 2: Oops")
     assert second.startswith("Oops: while scoring")
     assert max(after, again) <= EXACT

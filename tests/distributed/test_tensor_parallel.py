@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import treetrain as tt
 from support.models import make_model
 from support.pairwise import pairwise
+from treetrain.engine.extensions.tensor_parallel import tensor_parallel_ranks
 from treetrain.errors import RanksDisagree
 from treetrain.testing.contract import PureFloat64
 
@@ -307,7 +308,7 @@ def test_what_cannot_be_exact_is_refused_by_name_before_any_work(run_on_ranks):
     model = make_model("qwen3")
     model._tp_size = 2  # type: ignore[assignment]
     with pytest.raises(tt.UnsupportedModel, match="its weights lie on those of none"):
-        tt.TreeEngine(model)
+        tensor_parallel_ranks(model)
 
 
 def test_an_error_on_one_rank_ends_all_of_them_with_its_message(run_on_ranks):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from support.processes import free_port
-from treetrain.engine import distributed
+from treetrain.engine.extensions import process_group as distributed
 from treetrain.errors import RanksDisagree
 
 

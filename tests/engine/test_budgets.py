@@ -188,11 +188,11 @@ def test_a_copy_of_the_model_may_be_the_reference_policy_under_its_own_budget(mo
 def test_gradients_that_are_still_to_come_are_not_free_memory(monkeypatch):
     model = make_model("qwen3")
     engine = tt.TreeEngine(model)
-    monkeypatch.setattr("treetrain.engine.runtime.free_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("treetrain.engine.engine_model.free_bytes", lambda device: 10_000_000)
     whole = sum(p.numel() * 4 for p in model.parameters())
-    assert engine.free_bytes() == 10_000_000 - whole
+    assert engine.prepared.free_bytes() == 10_000_000 - whole
     next(model.parameters()).requires_grad_(False)
     some = next(model.parameters()).numel() * 4
-    assert engine.free_bytes() == 10_000_000 - whole + some
+    assert engine.prepared.free_bytes() == 10_000_000 - whole + some
     engine.forward_backward([[1, 2, 3]], tt.losses.sft())
-    assert engine.free_bytes() == 10_000_000
+    assert engine.prepared.free_bytes() == 10_000_000

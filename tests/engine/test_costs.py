@@ -13,16 +13,16 @@ from support import models
 from support.models import BASE, build, make_config, make_model
 from treetrain.engine import costs
 from treetrain.engine.costs import CountStorages, cost_if_countable, cost_of, count, count_config, count_named
-from treetrain.engine.executor import Executor
+from treetrain.engine.extensions.recurrence import Recurrence
 from treetrain.engine.lm_head import ScoreRequest
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable
-from treetrain.engine.packed import PackedRun
-from treetrain.engine.runtime import PassCounts
+from treetrain.engine.memory import PassCounts
+from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.part import Part
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import check_model
 from treetrain.models.loading import load_model
 from treetrain.planning.partition import partition
-from treetrain.tree.layout import AttentionRange, pack
+from treetrain.tree.layout import AttentionRange, cut, pack
 
 CPU = torch.device("cpu")
 FAMILIES = [*(name for name in models.FAMILIES if name not in models.MAMBA), "olmo_hybrid", "lfm2"]
@@ -109,9 +109,14 @@ def peak_and_cache(model: nn.Module, layout, plan) -> tuple[int, int]:
         parameter.grad = torch.zeros_like(parameter)
     with CountStorages() as meter:
         table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
-        executor = Executor(tt.TreeEngine(model), plan, PassCounts(), gradients=True)
-        executor.train(KnownGradients(table, torch.ones(layout.num_edges)))
-    return meter.peak, executor._cache.num_bytes + executor._states.num_bytes
+        engine, gradients = tt.TreeEngine(model), KnownGradients(table, torch.ones(layout.num_edges))
+        extensions = engine.extensions(tt.build_tree([[0]]), balanced=False)
+        executor = executor_of(
+            ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients), plan, gradients=True
+        )
+        executor.train()
+    states = sum(x._states.num_bytes for x in extensions if isinstance(x, Recurrence))
+    return meter.peak, executor._cache.num_bytes + states
 
 
 def forest(vocabulary: int, trunk: int, branch: int):
@@ -171,15 +176,20 @@ def saved_per_token(model: nn.Module) -> float:
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     for tokens in (64, 192):
         layout = pack(tt.build_tree([np.arange(tokens) % 30]), np.arange(tokens) == tokens - 1)
-        run, kept = PackedRun(model, check_model(model), layout), {}
+        engine, kept = tt.TreeEngine(model), {}
+        extensions = engine.extensions(tt.build_tree([[0]]), balanced=False)
+        passes = ModelPasses(engine.prepared, extensions, PassCounts(), None)
+        everything = np.arange(layout.num_tokens)
+        part = Part(cut(layout, everything), everything, -1, None, graph=True)
 
         def keep(tensor, kept=kept):
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = tensor  # alive, so that no other takes its place
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), run.mode(model):
-            run.scores(ScoreRequest())
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with passes.passes(graph=False, backward=False), hooks:
+            passes.run(part, ScoreRequest())
         saved.append(sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights))
     return (saved[1] - saved[0]) / 128
 

@@ -23,9 +23,9 @@ import treetrain as tt
 from support.models import make_model
 from support.plans import planned
 from treetrain.device_arrays import on_device, to_device
-from treetrain.engine import engine as engine_module
-from treetrain.engine import runtime
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine import engine_model
+from treetrain.engine.extensions import token_mixing
+from treetrain.engine.linear import LinearEngine
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
 from treetrain.softmax_attention.attention import AttentionTree
@@ -102,9 +102,9 @@ def on_meta() -> Iterator[None]:
 
         # What meta has not: a backend, free memory, autocast.
         replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
-        replace(runtime, "free_bytes", lambda device: 1 << 40)
+        replace(engine_model, "free_bytes", lambda device: 1 << 40)
         # Once for a model, before its first step: a probe of adapters, whose random numbers come from the host.
-        replace(engine_module, "token_mixing_checked", lambda runtime: contextlib.nullcontext())
+        replace(token_mixing, "token_mixing_checked", lambda engine: contextlib.nullcontext())
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)
         replace(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
@@ -201,7 +201,7 @@ def test_the_balance_of_routers_makes_no_wait_but_where_the_models_own_loss_is_h
     made.set_experts_implementation("batched_mm")
     with pytest.raises(RuntimeError, match=r"(?i)meta"):
         no_wait(made.to(META), sft(), CHUNKS)
-    monkeypatch.setattr("treetrain.engine.routing.Routing.verified", True)
+    monkeypatch.setattr("treetrain.engine.extensions.experts.Experts.verified", True)
     no_wait(made, sft(), CHUNKS)
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import psutil
 import torch
 
-from treetrain.engine import runtime as memory
+from treetrain.engine import memory
 from treetrain.engine.costs import CountStorages
-from treetrain.engine.runtime import expandable_segments
+from treetrain.engine.memory import expandable_segments
 
 CPU = torch.device("cpu")
 

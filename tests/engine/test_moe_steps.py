@@ -14,7 +14,7 @@ from support import moe
 from support.models import make_model
 from support.plans import planned
 from support.shortage import Shortage
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import check_experts
 from treetrain.testing import linear

@@ -7,7 +7,7 @@ import treetrain as tt
 from support.cases import EVERY, GROUPS, OTHERS
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.engine.loss import summed
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64, check_contract, expected

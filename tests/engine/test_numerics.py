@@ -6,7 +6,7 @@ import torch
 import treetrain as tt
 from support.cases import OTHERS
 from support.models import DENSE, make_model
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
 
 

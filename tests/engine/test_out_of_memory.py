@@ -12,7 +12,7 @@ from support.models import make_model
 from support.passes import watched
 from support.plans import on_plan, planned
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
-from treetrain.engine.runtime import is_out_of_memory
+from treetrain.engine.memory import is_out_of_memory
 from treetrain.planning.plan import Plan
 from treetrain.testing import linear
 from treetrain.testing.contract import PPO, SFT, PureFloat64

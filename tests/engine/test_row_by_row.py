@@ -5,8 +5,7 @@ import pytest
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine import engine as step_module
-from treetrain.engine.engine import rows_instead
+from treetrain.engine.engine_model import EngineModel
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
 from treetrain.testing import linear
@@ -36,19 +35,18 @@ def test_rows_run_one_by_one_if_a_shared_prefix_costs_more_than_it_saves(monkeyp
     class Cost:
         device, seconds = "cpu", staticmethod(seconds)
 
-    monkeypatch.setattr(step_module, "cost_if_countable", lambda model: Cost)
+    monkeypatch.setattr(EngineModel, "cost", Cost)
     tree = tt.build_tree(rows_sharing(prefix))
     plan = partition(pack(tree, tree.trained_edges()[0] > 0), budget, seconds)
-    found = rows_instead(tt.TreeEngine(make_model("qwen3"), budget=budget), tree, plan)
-    assert (found is not None) == is_faster
-    if found is not None:
-        rows, alone = found.tree, found.plan
+    rows, alone = tt.TreeEngine(make_model("qwen3"), budget=budget)._faster(tree, plan)
+    assert (rows is not tree) == (alone is not plan) == is_faster
+    if is_faster:
         assert rows.num_tokens == rows.num_flat_tokens and alone.num_parts == 2 and alone.peak_tokens <= 60
 
 
 def test_rows_run_one_by_one_give_the_same_gradients(monkeypatch):
     model, rows = make_model("qwen3"), rows_sharing(1)
-    monkeypatch.setattr(step_module, "rows_instead", lambda *_: None)
+    monkeypatch.setattr(tt.TreeEngine, "_faster", lambda self, tree, plan: (tree, plan))
     shared = tt.TreeEngine(model, budget=60).forward_backward(rows, tt.losses.sft())
     expected = linear.gradients(model)
     model.zero_grad()

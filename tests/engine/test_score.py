@@ -14,6 +14,7 @@ from support import moe
 from support.models import make_model
 from support.passes import unique_ids
 from support.plans import planned
+from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
 from treetrain.planning.cost import CostModel
 from treetrain.testing import linear
@@ -52,11 +53,9 @@ def model():
 def engine_with(model, shape, keep, graphs, **options):
     """An engine whose plans have one shape, and whose graphs are kept or not."""
 
-    class Forced(planned(shape, keep)):
-        def keeps_graphs(self, plan):
-            return graphs == "kept"
-
-    return Forced(model, **options)
+    engine = planned(shape, keep)(model, **options)
+    engine.prepared.keeps_graphs = lambda plan: graphs == "kept"
+    return engine
 
 
 def some_loss(logprobs, entropies):
@@ -98,7 +97,7 @@ def test_a_loss_of_ones_own_has_the_gradients_of_rows_alone(model, shape, keep, 
 def test_logits_are_computed_again_where_there_is_no_room_for_them(model, monkeypatch, temperature):
     _, truth, _ = linear_gradients(model, ROWS, temperature)
     for room in (True, False):
-        monkeypatch.setattr(tt.TreeEngine, "keeps_logits", lambda self, plan, room=room: room)
+        monkeypatch.setattr(EngineModel, "keeps_logits", lambda self, plan, room=room: room)
         for entropies in (True, False):
             model.zero_grad()
             scored = tt.TreeEngine(model, temperature=temperature).score(ROWS, entropies=entropies, statistics=True)
@@ -344,9 +343,10 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     engine = tt.TreeEngine(model, budget="1GiB")
     kept = scored.plan
     monkeypatch.setattr(CostModel, "peak_bytes", lambda self, plan: (1 + (plan.scores_first == "kept")) * 1e8)
-    assert engine.keeps_graphs(kept) and not tt.TreeEngine(model, budget="150MB").keeps_graphs(kept)
-    monkeypatch.setattr(tt.TreeEngine, "free_bytes", lambda self: 150e6)
-    assert not tt.TreeEngine(model).keeps_graphs(kept)
+    assert engine.prepared.keeps_graphs(kept)
+    assert not tt.TreeEngine(model, budget="150MB").prepared.keeps_graphs(kept)
+    monkeypatch.setattr(EngineModel, "free_bytes", lambda self: 150e6)
+    assert not tt.TreeEngine(model).prepared.keeps_graphs(kept)
     assert "again with graph when the loss is known" in tt.TreeEngine(model, budget=9).score(rows).plan.explain()
     assert "graphs are kept until the loss is known" in scored.plan.explain()
 
@@ -428,7 +428,7 @@ def test_a_loss_that_compares_rows_runs_nothing_twice_where_all_graphs_fit(model
     engines["whole"] = tt.TreeEngine(model)
     found = {}
     for graphs, engine in engines.items():
-        monkeypatch.setattr(engine, "keeps_graphs", lambda plan, graphs=graphs: graphs != "recomputed")
+        monkeypatch.setattr(engine.prepared, "keeps_graphs", lambda plan, graphs=graphs: graphs != "recomputed")
         model.zero_grad()
         result = engine.forward_backward(rows, loss)
         found[graphs] = linear.gradients(model)

@@ -10,7 +10,7 @@ from hypothesis import given
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.engine import LinearEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.engine.loss import add_metrics
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64

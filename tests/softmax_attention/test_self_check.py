@@ -14,7 +14,8 @@ from test_varlen import WIDE, SequenceBySequence
 from support.models import make_model
 from support.plans import planned
 from treetrain import kernel_checks
-from treetrain.engine.engine import LinearEngine, TreeEngine
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.losses import sft
 from treetrain.softmax_attention import attention, rectangles, self_check
 from treetrain.softmax_attention.attention import BACKENDS, ENVIRONMENT

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer_runs import BUILDERS, difference, train
 
 from support.processes import Processes
-from treetrain.engine.distributed import Ranks
+from treetrain.engine.extensions.process_group import GroupRanks
 
 
 def both(
@@ -80,14 +80,14 @@ def test_two_processes_train_the_same_with_shared_prefixes(two, tmp_path):
 
 def averages(group: Any, folder: str) -> int:
     """How often three optimizer steps, whose gradients are clipped, average gradients."""
-    average, calls = Ranks.average_gradients, []
+    average, calls = GroupRanks.average_gradients, []
 
-    def counted(ranks: Ranks, parameters: list[Any]) -> None:
+    def counted(ranks: GroupRanks, parameters: list[Any]) -> None:
         calls.append(len(parameters))
         average(ranks, parameters)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "average_gradients", counted)
+        patch.setattr(GroupRanks, "average_gradients", counted)
         both(group, "sft", folder, torch.float32, 3, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1})
     return len(calls)
 

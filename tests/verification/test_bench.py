@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import treetrain as tt
 from treetrain.engine.costs import cost_of
-from treetrain.engine.engine import LinearEngine, TreeEngine
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.models.loading import load_model
 from treetrain.verification import bench as bench_module
 from treetrain.verification.bench import PaddedEngine, bench
@@ -141,10 +142,10 @@ def test_two_passes_give_seconds_of_a_flop_and_of_a_pass(monkeypatch, short):
     cost = cost_of(tiny)
     described = cost.speeds.graph_pass
 
-    def seconds_of(layout) -> float:
-        return cost.seconds(tt.make_plan(layout, cost)) - described
+    def seconds_of(plan) -> float:
+        return cost.seconds(plan) - described
 
-    monkeypatch.setattr(bench_module, "_pass_seconds", lambda _m, _c, layout: 3 * seconds_of(layout) + 2 * described)
+    monkeypatch.setattr(bench_module, "_pass_seconds", lambda _, plan: 3 * seconds_of(plan) + 2 * described)
     found = bench_module.measured_cost(tiny).speeds
     for name in ("layers", "attention", "head"):
         assert getattr(found, name) == pytest.approx(getattr(cost.speeds, name) / 3)
@@ -157,7 +158,6 @@ def test_what_is_measured_predicts_another_pass(short):
     tiny = load_model("tiny")
     cost = bench_module.measured_cost(tiny)
     assert all(p.grad is None for p in tiny.parameters())
-    layout = bench_module._chain(40, 2048)
-    measured = bench_module._pass_seconds(tiny, tt.TreeEngine(tiny).capabilities, layout)
-    predicted = cost.seconds(tt.make_plan(layout, cost))
+    plan = bench_module._chain(40, 2048)
+    measured, predicted = bench_module._pass_seconds(tiny, plan), cost.seconds(plan)
     assert measured / 4 < predicted < 4 * measured  # other work on the machine takes its share

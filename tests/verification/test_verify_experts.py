@@ -6,7 +6,7 @@ import torch
 import treetrain as tt
 from support import moe
 from support.models import make_model
-from treetrain.engine.routing import Routing
+from treetrain.engine.extensions.experts import Experts
 from treetrain.errors import UnsupportedModel
 from treetrain.testing.forests import with_random_facts
 
@@ -30,8 +30,8 @@ def test_choices_of_experts_that_rounding_changes_are_refused():
 def test_a_step_that_forgets_the_auxiliary_gradient_does_not(monkeypatch):
     model = make_model("qwen3_moe", **moe.AUXILIARY)
     assert tt.verify(model, ROWS).passed
-    slope = Routing.slope
-    monkeypatch.setattr(Routing, "slope", lambda self, counts: 0.0 * slope(self, counts))
+    slope = Experts.slope
+    monkeypatch.setattr(Experts, "slope", lambda self, counts: 0.0 * slope(self, counts))
     assert not tt.verify(model, ROWS).passed
 
 
@@ -39,5 +39,5 @@ def test_routes_that_the_tree_forgets_are_seen(monkeypatch):
     model = make_model("qwen3_moe")
     rows = moe.at_random(ROWS, 2)
     assert tt.verify(model, rows).passed
-    monkeypatch.setattr("treetrain.engine.routing.by_place", lambda experts, recorded: None)
+    monkeypatch.setattr("treetrain.engine.extensions.experts.by_place", lambda experts, recorded: None)
     assert not tt.verify(model, rows).passed

@@ -31,9 +31,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from treetrain.engine import lm_head
-from treetrain.engine.distributed import is_sharded, meshes_of
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
-from treetrain.engine.packed import model_device
+from treetrain.engine.part import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
 from treetrain.models.capability import Capabilities, causal_lm, check_model
@@ -76,9 +75,12 @@ def cost_of(model: nn.Module) -> CostModel:
         raise counts
     kind = "cuda" if device.type == "cuda" else "cpu"
     counts, shards, copies = counts.checkpointed(is_checkpointed(model)), 1, 1
-    if is_sharded(model):  # on a mesh of two dimensions, over the second one
-        mesh = meshes_of(model)[0]
-        shards, copies = mesh.shape[-1], mesh.size() // mesh.shape[-1]
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        from treetrain.engine.extensions.process_group import is_sharded, meshes_of
+
+        if is_sharded(model):  # on a mesh of two dimensions, over the second one
+            mesh = meshes_of(model)[0]
+            shards, copies = mesh.shape[-1], mesh.size() // mesh.shape[-1]
     return CostModel.on(Device.of_kind(kind, dtype.itemsize), counts, shards=shards, copies=copies)
 
 
@@ -416,9 +418,9 @@ def _run(decoder: Any, meter: _Meter, tokens: int) -> Float[Tensor, "1 N hidden"
     """Run a chain; return its last hidden states. Its embeddings require a gradient."""
     layout = pack(build_tree([np.zeros(tokens, np.int32)]), trim=False)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
-    run = TreeRun(_Attention(meter), tokens, ids[0])  # type: ignore[arg-type]
-    run.paths = _NotedPaths(layout, CPU)
-    run.paths.tally = meter.tally
+    paths = _NotedPaths(layout, CPU)
+    paths.tally = meter.tally
+    run = TreeRun(_Attention(meter), tokens, ids[0], [paths])
     table = decoder.get_input_embeddings()
 
     def embed(ids: Int[Tensor, "1 N"], *_: Any, **__: Any) -> Float[Tensor, "1 N hidden"]:

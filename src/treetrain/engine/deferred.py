@@ -110,12 +110,6 @@ def _value(gradient: DeferredGradient) -> Tensor:
     return gradient.or_zeros()  # zeros if the tree has no gradient for this parameter
 
 
-def allocated_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient of a parameter that takes memory."""
-    found = parameter.grad
-    return found.beneath if isinstance(found, DeferredGradient) else found
-
-
 class Deferral:
     """The gradients that one score has received and that have not gone through its tree.
 

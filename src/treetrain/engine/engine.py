@@ -1,35 +1,29 @@
-"""The engine: gradients of any loss over branching trajectories; every shared prefix is computed once."""
+"""The engine: gradients of any loss over branching trajectories; every shared prefix is computed once.
 
+One step: check the rows and pack their tree, plan its parts, run each part forward and backward, and add up the loss.
+"""
+
+import difflib
 import functools
 import hashlib
+import inspect
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.distributed import check_same
-from treetrain.engine.executor import Executor, Reduces, gradients_of
-from treetrain.engine.loss import (
-    Loss,
-    LossProtocol,
-    Metrics,
-    RowLoss,
-    StepResult,
-    as_loss,
-    needs_logprobs,
-    summed,
-)
+from treetrain.engine.costs import cost_of
+from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.extension import Extension, Reduces, added_loss
+from treetrain.engine.loss import Loss, LossProtocol, Metrics, RowLoss, StepResult, as_loss, needs_logprobs, summed
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,
@@ -41,15 +35,14 @@ from treetrain.engine.loss_gradients import (
     last_states,
     predictions_of,
 )
-from treetrain.engine.packed import model_device
-from treetrain.engine.probe import token_mixing_checked
-from treetrain.engine.routing import RouterBalance, Routing
-from treetrain.engine.runtime import PassCounts, Rollback, Runtime
+from treetrain.engine.memory import Rollback, Try
+from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.ranks import Ranks, Sharing
 from treetrain.engine.score import Scored, Scoring, States
 from treetrain.errors import DataError, UnsupportedModel
-from treetrain.planning.collective_order import Candidate, candidates, choose, offers_of
-from treetrain.planning.devices import AMPLE
-from treetrain.planning.make import PART_TOKENS, Bytes
+from treetrain.models.capability import Capabilities, loaded
+from treetrain.planning.cost import CostModel
+from treetrain.planning.make import PART_TOKENS, Bytes, parse_budget
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import Row, as_tree, build_tree
@@ -57,8 +50,43 @@ from treetrain.tree.layout import PackedLayout, pack, pack_states
 from treetrain.tree.stats import linear_work
 from treetrain.tree.token_tree import TokenTree
 
+if TYPE_CHECKING:
+    from treetrain.engine.extensions.experts import RouterBalance
 
-class TreeEngine(Runtime):
+F = TypeVar("F", bound=Callable[..., None])
+WORTH_A_LOOK = 1.05
+"""If rows have more than this many times the tree's tokens, sharing wins, and no plan without sharing is tried."""
+
+
+class Step(NamedTuple):
+    """A step that has been checked on every rank."""
+
+    tree: TokenTree
+    batch: Batch
+    loss: Loss
+    normaliser: float
+    """The step's normaliser, divided by the number of data-parallel ranks, since gradients are averaged over them."""
+    rows: Sequence[Trajectory]
+    """The rows of all ranks, if the loss needs them."""
+    masked: bool
+    """Whether the caller gave a mask of predictions."""
+
+
+def unknown_named(init: F) -> F:
+    """An ``__init__`` whose error for an unknown argument names those that there are."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(self: object, *args: object, **options: object) -> None:
+        for name in options.keys() - set(known):
+            near = "".join(f" (did you mean {x}?)" for x in difflib.get_close_matches(name, known, n=1))
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}{near}; it has {', '.join(known)}")
+        init(self, *args, **options)
+
+    return cast("F", checked)
+
+
+class TreeEngine:
     """Runs batches of trajectories on a Hugging Face causal LM as prefix trees.
 
     Args:
@@ -83,19 +111,138 @@ class TreeEngine(Runtime):
         ValueError: a temperature that is not above 0, or a budget that is neither tokens nor bytes.
     """
 
+    merge = True
+    """Whether rows that share a prefix are computed together; False for the linear baseline."""
+    passes_type: type[ModelPasses] = ModelPasses
+
+    @unknown_named
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: int | str | Bytes | None = None,
+        temperature: float = 1.0,
+        value_head: nn.Module | None = None,
+        group: "dist.ProcessGroup | None" = None,
+        context: "dist.ProcessGroup | None" = None,
+        compile_layers: bool | None = None,
+    ):
+        model, self.sharing = loaded(model), Sharing()
+        if dist.is_available() and dist.is_initialized():
+            from treetrain.engine.extensions.sharing import shared
+
+            model, value_head, self.sharing = shared(model, value_head, group, context)
+        if compile_layers and not self.sharing.may_compile:
+            raise UnsupportedModel(
+                "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
+                "not been verified: leave it out"
+            )
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
+        parsed, shares = parse_budget(budget), self.sharing.divides_parts
+        if isinstance(parsed, Bytes):
+            parsed = Bytes(parsed.count * shares)
+        elif parsed is not None:
+            parsed *= shares
+        self.prepared = EngineModel(
+            model, value_head, budget=parsed, temperature=float(temperature), sharing=self.sharing
+        )
+        self.sharing.check_model(self.capabilities)
+        self.compile_layers = compile_layers
+        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
+        """See `compiled_layers`."""
+        self._accepted: object = None
+        """The state of the model whose adapters, hooks and forwards have been accepted."""
+
+    # ---- the model and its plans
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without a wrapper of `DistributedDataParallel`."""
+        return self.prepared.model
+
+    @property
+    def value_head(self) -> nn.Module | None:
+        """The head that makes values, if one was given."""
+        return self.prepared.value_head
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model and the value head, each once."""
+        return self.prepared.parameters
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the model can do, of what the latest call asked for."""
+        return self.prepared.capabilities
+
+    @property
+    def budget(self) -> int | Bytes | None:
+        """The budget; of all processes together that divide the tokens of parts."""
+        return self.prepared.budget
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits before the softmax; it may be set between calls."""
+        return self.prepared.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self.prepared.temperature = value
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share each step."""
+        return self.sharing.ranks
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the model, so that calls are collective."""
+        return self.sharing.sharded
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the model adds an auxiliary loss of its routers, over all tokens of a step."""
+        return self.capabilities.auxiliary != 0
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model of this model as it is now: counted without running it, with published speeds.
+
+        Raises:
+            UnsupportedModel: a model that cannot be counted.
+        """
+        return self.prepared.cost or cost_of(self.model)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether decoder layers run compiled."""
+        default = self.prepared.device.type == "cuda" and self.sharing.may_compile
+        return default if self.compile_layers is None else self.compile_layers
+
+    def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
+        """The tree of a batch; raises DataError for rows that are no token ids."""
+        return as_tree(rows, merge=self.merge)
+
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """The plan of a layout under the engine's budget."""
+        free = self.prepared.free_bytes() if self.budget is None else None
+        return self.prepared.plan(layout, self.budget, free=free)
+
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget."""
         tree = self.tree_of(trajectories)
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
-        instead = rows_instead(self, tree, plan)
-        return plan if instead is None else instead.plan
+        return self._faster(tree, plan)[1]
+
+    # ---- a training step
 
     def forward_backward(
         self,
         trajectories: Sequence[Trajectory] | TokenTree,
         loss: LossProtocol | Callable[..., Any],
         normaliser: float | None = None,
-        balance: RouterBalance | None = None,
+        balance: "RouterBalance | None" = None,
         *,
         sync: bool = True,
         mask: Sequence[Any] | None = None,
@@ -131,51 +278,274 @@ class TreeEngine(Runtime):
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
         """
-        ranks = self.ranks
-        step = prepare_step(self, trajectories, loss, normaliser, mask)
-        if self.balanced and balance is None and ranks.data_size > 1:
-            balance = self.router_balance(step.tree)
-        step, plan, reduces = plan_step(self, step, sync=sync, balance=balance)
-
-        def run() -> tuple[StepResult, StepResult | None]:
-            result = run_step(self, step, plan, reduces, balance, rollback)
-            return result, None if ranks.data_size == 1 else result.on_host()
-
-        with self.rollback() as rollback, token_mixing_checked(self):
-            result, results = ranks.agree("the step", run)
+        ranks, sharing = self.ranks, self.sharing
+        with ranks.together("forward_backward"):
+            step = self._prepare(trajectories, loss, normaliser, mask)
+            if self.balanced and balance is None and ranks.data_size > 1:
+                balance = self.router_balance(step.tree)
+            step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
+            with self.prepared.rollback() as rollback, self._layers_checked():
+                result = self._run(step, plan, reduces, balance, rollback)
+                if ranks.data_size > 1:
+                    result = summed(ranks.of_data(ranks.exchange(result.on_host())), over=ranks.data_size)
         if sync:
-            self.average_gradients()
-        return result if ranks.data_size == 1 else summed(ranks.of_data(results), over=ranks.data_size)
+            sharing.average_gradients(self.parameters)
+        return result
 
-    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
+    def _prepare(
+        self,
+        trajectories: Sequence[Trajectory] | TokenTree,
+        loss: Any,
+        normaliser: float | None,
+        mask: Sequence[Any] | None,
+    ) -> Step:
+        """Check a step on all ranks before any rank runs it, and pack its rows.
+
+        Raises:
+            DataError, TypeError, ValueError, UnsupportedModel: something is wrong on this rank.
+            RanksDisagree: something is wrong on another rank, or settings differ.
+        """
+        model, ranks = self.prepared, self.ranks
+        loss = as_loss(loss, normaliser)
+        model.capabilities = model.check().asked(logprobs=needs_logprobs(loss), values="predicted_values" in loss.needs)
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
+        if not any(p.requires_grad for p in self.parameters):
+            raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
+        self.sharing.check_hooks(self.parameters)
+        tree = self.tree_of(trajectories)
+        check_batch(tree, self.capabilities)
+        predicted = predictions_of(tree, mask)
+        rows: Sequence[Trajectory] | None = tree.trajectories
+        weight = 0.0
+        if not ranks.alone:
+            rows, weight = self._of_all_ranks(tree.trajectories, loss, normaliser)
+        if rows is not None:
+            loss.check(rows)
+            whole = loss.normaliser(rows) if normaliser is None else normaliser
+        else:
+            whole = weight if normaliser is None else normaliser
+            if normaliser is None and whole <= 0:
+                raise DataError(
+                    f"nothing to train: the loss weights of all rows on all {ranks.data_size} ranks sum to 0 (entry 0 "
+                    "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
+                )
+        whole = float(whole)
+        if not 0 < whole < float("inf"):
+            raise ValueError(
+                f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
+            )
+        batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
+        ranks.exchange(None)  # ranks with the same tokens may have different facts: one may fail here and others not
+        self.sharing.check_rows(ranks, batch.layout)
+        return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
+
+    def _of_all_ranks(
+        self, rows: list[Trajectory], loss: Loss, normaliser: float | None
+    ) -> tuple[list[Trajectory] | None, float]:
+        """Compare the ranks' settings, and exchange what they must know of one another's rows.
+
+        All ranks combine the facts in rank order, so they get the same loss constants and the same normaliser.
+
+        Returns:
+            the rows of all ranks if the loss must see them, else None; the ranks' amounts of the normaliser, summed.
+        """
+        ranks, weights = self.ranks, [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in self.parameters]
+        settings = {
+            "treetrain": __version__,
+            "torch": torch.__version__,
+            "the temperature": self.temperature,
+            "the kind of engine": type(self).__name__,
+            "the model": f"{type(self.model).__name__} of {len(weights)} weights",
+            # Python's own hash differs between processes.
+            "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+            "the auxiliary loss": self.capabilities.auxiliary,
+            "loss": repr(loss),
+            "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
+            "a normaliser": None if normaliser is None else float(normaliser),
+        }
+        weight, sent = 0.0, None
+        if ranks.data_size > 1:
+            # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
+            if loss.scope == "batch" or (normaliser is None and isinstance(loss, RowLoss)):
+                sent = rows
+            else:
+                loss.check(rows)
+                weight = loss.total_weight(rows) if normaliser is None else 0.0
+        ranks.same(settings)
+        if ranks.data_size == 1:
+            return rows, 0.0
+        of_data = ranks.of_data(ranks.exchange((sent, weight)))
+        everyone = None if sent is None else [row for own, _ in of_data for row in own or ()]
+        return everyone, sum(weight for _, weight in of_data)
+
+    def _plan_step(self, step: Step, *, sync: bool, balance: "RouterBalance | None") -> tuple[Step, Plan, Reduces]:
+        """Plan this rank's passes, and say which backwards reduce sharded gradients."""
+        batch, ranks = step.batch, self.ranks
+        tree, plan = batch.tree, self.plan_of(batch.layout)
+        if not step.masked and batch.weighted:
+            tree, plan = self._faster(step.tree, plan)
+        reduces: Reduces = "each"
+        if not ranks.alone:
+            routers = None if balance is None else (balance.tokens, balance.choices.tolist())
+            ranks.same(
+                {
+                    "sync": sync,
+                    "the normaliser that the loss gives": step.normaliser * ranks.data_size,
+                    "the balance of the routers": routers,
+                }
+            )
+        if self.sharded:
+            from treetrain.engine.extensions.sharded import plan_together
+
+            # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
+            apart = not step.masked and self.merge and not self.balanced
+            tree, plan, reduces = plan_together(self.prepared, tree, plan, weighted=batch.weighted, apart=apart)
+        if tree is not batch.tree:
+            step = step._replace(batch=Batch.of(tree, weighted=batch.weighted))
+        return step, plan, reduces if sync else "never"
+
+    def _faster(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
+        """The tree and its plan, or the rows without sharing and theirs, if these are predicted to be faster.
+
+        A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
+        """
+        budget, cost = self.budget, self.prepared.cost
+        if not self.merge or self.balanced or isinstance(budget, Bytes) or cost is None or plan.num_parts < 2:
+            return tree, plan
+        if linear_work(tree).tokens > WORTH_A_LOOK * plan.layout.num_tokens:
+            return tree, plan
+        rows = build_tree(tree.trajectories, merge=False)
+        layout = pack(rows, rows.trained_edges()[0] > 0)
+        if budget is not None and int(layout.positions.max(initial=0)) >= budget:
+            return tree, plan
+        alone = whole_trees(layout, min(PART_TOKENS[cost.device], budget or sys.maxsize))
+        return (rows, alone) if cost.seconds(alone) < cost.seconds(plan) else (tree, plan)
+
+    def _run(
+        self, step: Step, plan: Plan, reduces: Reduces, balance: "RouterBalance | None", rollback: Rollback
+    ) -> StepResult:
+        """Accumulate the gradients of this rank's part of a step."""
+        model, scale = self.prepared, self.capabilities.auxiliary * self.ranks.data_size
+        attach = functools.partial(
+            self.extensions, step.batch.tree, balanced=self.balanced, whole=balance, scale=scale, reduces=reduces
+        )
+        if step.loss.scope == "batch":
+            scoring = Scoring(model, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
+            total, sums = self._compare(step, scoring, reduces, scale, rollback)
+            parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
+            added = scoring.added_loss
+        else:
+            for attempt in model.tries(plan, rollback):
+                with attempt:
+                    extensions = attach()
+                    total, sums = self._stream(step, attempt, extensions)
+            counts, added = attempt.counts, added_loss(extensions)
+            parts, without_graph, attention = counts.parts, counts.tokens_without_graph, counts.attention
+        if added is not None:
+            total, sums = added.added_to(total, sums)
+        return StepResult(
+            loss_tensor=total,
+            metric_sums=sums,
+            flat_tokens=step.tree.num_flat_tokens,
+            unique_tokens=step.tree.num_tokens,
+            computed_tokens=step.batch.layout.num_tokens,
+            recomputed_tokens=without_graph,
+            parts=parts,
+            attention=attention,
+        )
+
+    def _stream(self, step: Step, attempt: Try, extensions: list[Extension]) -> tuple[Any, Metrics]:
+        """Run the plan once for a loss that sums over trajectories; each is evaluated when its last edge is scored."""
+        model, plan, counts = self.prepared, attempt.plan, attempt.counts
+        batch, loss, normaliser = step.batch, step.loss, step.normaliser
+        table = model.table(batch.layout, entropy="entropies" in loss.needs)
+        streamed = StreamedGradients(table, batch, loss, normaliser)
+        if plan.num_parts or self.sharded:
+            added = added_loss(extensions)
+            if added is not None and plan.num_parts > 1 and not added.known:
+                first = self.passes_type(model, extensions, counts, None)
+                executor_of(first, plan, gradients=False).score()
+                added.settle()
+            logprobs, coefficients = table.logprobs, None
+            if "entropies" not in loss.needs:
+                coefficients = loss.coefficients(batch.facts(logprobs))
+            gradients: KnownGradients = streamed
+            if coefficients is not None:
+                gradients = KnownGradients(table, added_up(logprobs, batch.edges, coefficients) / normaliser)
+            passes = self.passes_type(model, extensions, counts, table, gradients)
+            executor_of(passes, plan, gradients=True).train()
+            if coefficients is not None:
+                with torch.no_grad():
+                    total, sums = loss.packed(batch.at_edges(logprobs), None, batch.facts(logprobs), None)
+                return total / normaliser, sums
+        streamed.finish()
+        return streamed.total, streamed.sums
+
+    def _compare(
+        self, step: Step, scoring: Scoring, reduces: Reduces, scale: float, rollback: Rollback
+    ) -> tuple[Any, Metrics]:
+        """Run a batch-scope loss: all trajectories are scored, on every rank, before the first backward.
+
+        Every rank evaluates the loss on the rows of all ranks, and runs backward from its own predictions.
+        """
+        ranks, batch, table = self.ranks, step.batch, scoring.forward()
+        own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
+        own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
+        of_ranks: list[Any] = [own]
+        if ranks.data_size > 1:
+            on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
+            of_ranks = ranks.of_data(ranks.exchange(on_host))
+        used, *columns = zip(*of_ranks)
+        # A rank without rows may have no values.
+        present = [[x for x in column if x is not None] for column in columns]
+        logprobs, entropies, values = (torch.cat(x).to(table.device) if x else None for x in present)
+        assert logprobs is not None
+        everything = np.arange(len(logprobs))
+        rows = batch.rows if ranks.data_size == 1 else step.rows
+        selection = Selection(rows=rows, used=np.concatenate(used), edges=everything, edge_rows=everything)
+        total, sums, gradients = evaluate_gradients(step.loss, step.normaliser, selection, logprobs, entropies, values)
+        ranks.exchange(None)  # the loss may fail on one rank; the others would wait for it in the first backward
+        before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
+        edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
+        scoring.backward(
+            added_up(table.logprobs, batch.edges, edges),
+            None if table.entropies is None or entropy is None else added_up(table.entropies, batch.edge_rows, entropy),
+            None if table.values is None or value is None else added_up(table.values, batch.edge_rows, value),
+            scale,
+            reduces,
+            rollback,
+        )
+        return (total, sums) if ranks.data_rank == 0 else (0.0, {})
+
+    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> "RouterBalance":
         """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.
 
         Raises:
             ValueError: a model without experts.
         """
+        from treetrain.engine.extensions.experts import Experts
 
-        def prepared() -> tuple[tuple[Routing, Plan], None]:
-            self.capabilities = self.checked()
+        model, ranks = self.prepared, self.ranks
+        with ranks.together("router_balance"):
+            model.capabilities = model.check()
             tree = self.tree_of(trajectories)
             check_batch(tree, self.capabilities)
-            routing = self.routing(tree, balanced=True)
-            if routing is None:
+            if self.capabilities.experts is None:
                 raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
-            return (routing, self.plan_of(pack(tree, trim=False))), None
+            layout = pack(tree, trim=False)
+            ranks.exchange(None)
+            self.sharing.check_rows(ranks, layout)
+            for attempt in model.tries(self.plan_of(layout)):
+                with attempt:
+                    extensions = self.extensions(tree, balanced=True)
+                    passes = self.passes_type(model, extensions, attempt.counts, None)
+                    executor_of(passes, attempt.plan, gradients=False).score()
+            own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
+            balances = ranks.of_data(ranks.exchange(own))
+        return functools.reduce(operator.add, balances).to(model.device)
 
-        (routing, plan), _ = self.ranks.agree("router_balance", prepared)
-        self.check_same_rows(self.ranks, plan.layout)
-
-        def route(plan: Plan, counts: PassCounts) -> None:
-            routing.begin()
-            Executor(self, plan, counts, routing, gradients=False).score(None)
-
-        def balance() -> tuple[None, RouterBalance]:
-            self.within_memory(plan, route)
-            return None, routing.balance.to("cpu")
-
-        _, balances = self.ranks.agree("counting choices", balance)
-        return functools.reduce(operator.add, self.ranks.of_data(balances)).to(model_device(self.model))
+    # ---- scores
 
     def score(
         self,
@@ -236,38 +606,41 @@ class TreeEngine(Runtime):
             values: the values of predictions, of every token's state, or of every row.
             in_autograd: whether gradients go through autograd, and not through `Scored.backward`.
         """
-
-        def prepared() -> tuple[tuple[TokenTree, PackedLayout, Batch | States], None]:
-            capabilities = self.checked()
+        model, ranks = self.prepared, self.sharing.passes_with
+        with ranks.together(name):
+            capabilities = model.check()
             wanted = capabilities.scores_tokens if logprobs is None else logprobs
-            self.capabilities = capabilities.asked(logprobs=wanted, values=values is not None)
+            model.capabilities = capabilities.asked(logprobs=wanted, values=values is not None)
             if in_autograd:
-                _check_live(self, name)
-            if self.live:
-                self.check_hooks()
+                self._check_live(name)
+            if model.live:
+                self.sharing.check_hooks(self.parameters)
             tree = self.tree_of(rows)
             check_batch(tree, self.capabilities)
+            reads: Batch | States
             if values == "rewards":
                 layout, last = last_states(tree, self.capabilities)
-                return (tree, layout, States(last, None)), None
-            if values == "states":
+                reads = States(last, None)
+            elif values == "states":
                 offsets, index = tree.paths()
-                return (tree, pack_states(tree), States(index, np.diff(offsets).tolist())), None
-            batch = Batch.of(tree, weighted=False, every_token=self.balanced, mask=predictions_of(tree, mask))
-            return (tree, batch.layout, batch), None
-
-        (tree, layout, reads), _ = self.passes_with.agree(name, prepared)
-        self.check_same_rows(self.passes_with, layout)
-        tokens = isinstance(reads, Batch)
-        scoring = Scoring(
-            self,
-            self.plan_of(layout),
-            self.routing(tree, balanced=tokens and self.balanced),
-            entropy=entropies and tokens,
-            statistics=statistics and tokens,
-        )
-        with token_mixing_checked(self):
-            return Scored(name, scoring, tree, reads, values=values is not None)
+                layout, reads = pack_states(tree), States(index, np.diff(offsets).tolist())
+            else:
+                reads = Batch.of(tree, weighted=False, every_token=self.balanced, mask=predictions_of(tree, mask))
+                layout = reads.layout
+            ranks.exchange(None)
+            self.sharing.check_rows(ranks, layout)
+            tokens = isinstance(reads, Batch)
+            attach = functools.partial(self.extensions, tree, balanced=tokens and self.balanced)
+            scoring = Scoring(
+                model,
+                self.plan_of(layout),
+                attach,
+                entropy=entropies and tokens,
+                statistics=statistics and tokens,
+                passes_type=self.passes_type,
+            )
+            with self._layers_checked():
+                return Scored(name, scoring, tree, reads, values=values is not None)
 
     def logprobs(
         self,
@@ -288,512 +661,92 @@ class TreeEngine(Runtime):
             scored = self.score(trajectories, entropies=return_entropy, mask=mask)
         return (list(scored.logprobs), list(scored.entropies or ())) if return_entropy else list(scored.logprobs)
 
-
-WORTH_A_LOOK = 1.05
-"""If rows have more than this many times the tree's tokens, sharing wins, and no plan without sharing is tried."""
-
-
-class Step(NamedTuple):
-    """A step that has been checked on every rank."""
-
-    tree: TokenTree
-    batch: Batch
-    loss: Loss
-    normaliser: float
-    """The step's normaliser, divided by the number of data-parallel ranks, since gradients are averaged over them."""
-    rows: Sequence[Trajectory]
-    """The rows of all ranks, if the loss needs them."""
-    masked: bool
-    """Whether the caller gave a mask of predictions."""
-
-
-# ---- a training step: checks
-
-# Ranks share one step. Each sends the others the facts that they need about its rows. All ranks combine these in rank
-# order, so they get the same loss constants and the same normaliser.
-
-
-def prepare_step(
-    runtime: Runtime,
-    trajectories: Sequence[Trajectory] | TokenTree,
-    loss: Any,
-    normaliser: float | None,
-    mask: Sequence[Any] | None,
-) -> Step:
-    """Check a step on all ranks before any rank runs it; a collective call.
-
-    Raises:
-        DataError, TypeError, ValueError, UnsupportedModel: something is wrong on this rank.
-        RanksDisagree: something is wrong on another rank, or settings differ.
-    """
-    ranks = runtime.ranks
-
-    def checked() -> tuple[tuple[TokenTree, Loss, Any], Any]:
-        packed = as_loss(loss, normaliser)
-        asked = runtime.checked().asked(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
-        runtime.capabilities = asked
-        if not torch.is_grad_enabled():
-            raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
-        if not any(p.requires_grad for p in runtime.parameters):
-            raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
-        runtime.check_hooks()
-        tree = runtime.tree_of(trajectories)
-        check_batch(tree, runtime.capabilities)
-        announced = None if ranks.alone else _announcement(runtime, tree.trajectories, packed, normaliser)
-        return (tree, packed, predictions_of(tree, mask)), announced
-
-    (tree, loss, predicted), answers = ranks.agree("forward_backward", checked)
-    rows: Sequence[Trajectory] | None = tree.trajectories
-    if not ranks.alone:
-        for name in answers[0][0]:
-            check_same(name, [settings[name] for settings, *_ in answers])
-    weights: Any = ()
-    if ranks.data_size > 1:
-        _, all_rows, weights = zip(*ranks.of_data(answers))
-        rows = None if all_rows[0] is None else [row for own in all_rows for row in own]
-
-    def of_all_rows() -> tuple[Step, None]:
-        if rows is not None:
-            loss.check(rows)
-            whole = loss.normaliser(rows) if normaliser is None else normaliser
+    def _check_live(self, what: str) -> None:
+        """Raise UnsupportedModel if gradients through autograd would lack something that only a step of the engine
+        adds."""
+        if not self.prepared.live:
+            return
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self.balanced:
+            why = (
+                "lack the gradient of the routers' auxiliary loss, which the model's configuration asks for "
+                f"(output_router_logits=True, router_aux_loss_coef={self.capabilities.auxiliary:g})"
+            )
+        elif self.sharded:
+            why = "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
+        elif several and self.sharing.has_own_rows:
+            why = (
+                f"not be synchronised over the {dist.get_world_size()} processes, not by DistributedDataParallel either"
+            )
         else:
-            whole = sum(weights) if normaliser is None else normaliser
-            if normaliser is None and whole <= 0:
-                raise DataError(
-                    f"nothing to train: the loss weights of all rows on all {ranks.data_size} ranks sum to 0 (entry 0 "
-                    "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
-                )
-        whole = float(whole)
-        if not 0 < whole < float("inf"):
-            raise ValueError(
-                f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
-            )
-        weighted = not loss.reads_untrained
-        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
-        return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None), None
-
-    # Ranks with the same tokens may have different facts, so one rank may fail here and others not.
-    step, _ = ranks.agree("preparing the loss", of_all_rows)
-    runtime.check_same_rows(ranks, step.batch.layout)
-    return step
-
-
-def _announcement(
-    runtime: Runtime, rows: list[Trajectory], loss: Loss, normaliser: float | None
-) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
-    """Collect the settings that must be the same on all ranks, and this rank's rows (if the loss needs the rows of the
-    whole step) or its part of the normaliser."""
-    weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in runtime.parameters]
-    settings = {
-        "treetrain": __version__,
-        "torch": torch.__version__,
-        "the temperature": runtime.temperature,
-        "the kind of engine": type(runtime).__name__,
-        "the model": f"{type(runtime.model).__name__} of {len(weights)} weights",
-        # Python's own hash differs between processes.
-        "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
-        "the auxiliary loss": runtime.capabilities.auxiliary,
-        "loss": repr(loss),
-        "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
-        "a normaliser": None if normaliser is None else float(normaliser),
-    }
-    if runtime.ranks.data_size == 1:
-        return settings, None, 0.0
-    # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
-    if loss.scope == "batch" or (normaliser is None and isinstance(loss, RowLoss)):
-        return settings, rows, 0.0
-    loss.check(rows)
-    return settings, None, loss.total_weight(rows) if normaliser is None else 0.0
-
-
-# ---- a training step: its plan
-
-
-def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalance | None) -> tuple[Step, Plan, Reduces]:
-    """Plan this rank's passes, and which backwards reduce sharded gradients; a collective call.
-
-    Under FSDP2 every rank offers several plans, and the combination with the fastest common order is run.
-
-    Raises:
-        RanksDisagree: ranks differ in `sync`, normaliser or the routers' balance.
-    """
-    ranks = runtime.ranks
-
-    def offered() -> tuple[list[Candidate], Any]:
-        batch, plan = step.batch, runtime.plan_of(step.batch.layout)
-        own = [Candidate(plan, batch.tree, "")]
-        free_to_choose = not step.masked
-        if free_to_choose and batch.weighted:
-            own = [rows_instead(runtime, step.tree, plan) or own[0]]
-        if runtime.collective:
-            free = runtime.free_bytes() if runtime.budget is None else None
-            own = candidates(
-                own[0].tree,
-                own[0].plan,
-                partial(_laid_out, weighted=batch.weighted),
-                whole_rows=not batch.weighted,
-                # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
-                apart=free_to_choose and runtime.merge and not runtime.balanced,
-                free_bytes=None if free is None else free / AMPLE,
-            )
-        room = [runtime.collective and runtime.keeps_gradients(way.plan) for way in own]
-        routers = None
-        if balance is not None and not ranks.alone:  # alone, no need to wait for the GPU
-            routers = balance.tokens, balance.choices.tolist()
-        same = {
-            "sync": sync,
-            "the normaliser that the loss gives": step.normaliser * ranks.data_size,
-            "the balance of the routers": routers,
-        }
-        return own, (same, room, offers_of(own) if runtime.collective else [])
-
-    own, answers = ranks.agree("planning", offered)
-    same, room, offers = zip(*answers)
-    for name in same[0]:
-        check_same(name, [settings[name] for settings in same])
-    numbers = choose(ranks.of_data(list(offers))) if runtime.collective else [0] * ranks.data_size
-    chosen, at_last = numbers[ranks.data_rank], all(has[number] for has, number in zip(ranks.of_data(room), numbers))
-    way, batch = own[chosen], step.batch
-    if way.tree is not batch.tree:
-        step = step._replace(batch=Batch.of(way.tree, weighted=batch.weighted))
-    return step, way.plan, "never" if not sync else "last" if at_last else "each"
-
-
-def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> Candidate | None:
-    """The rows without sharing and their plan, if predicted to be faster than `plan`; else None.
-
-    A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
-    """
-    budget, cost = runtime.budget, cost_if_countable(runtime.model)
-    if not runtime.merge or runtime.balanced or isinstance(budget, Bytes) or cost is None:
-        return None
-    if plan.num_parts < 2 or linear_work(tree).tokens > WORTH_A_LOOK * plan.layout.num_tokens:
-        return None
-    rows = build_tree(tree.trajectories, merge=False)
-    layout = _laid_out(rows, weighted=True)
-    if budget is not None and int(layout.positions.max(initial=0)) >= budget:
-        return None
-    alone = whole_trees(layout, min(PART_TOKENS[cost.device], budget or sys.maxsize))
-    return Candidate(alone, rows, "") if cost.seconds(alone) < cost.seconds(plan) else None
-
-
-def _laid_out(tree: TokenTree, *, weighted: bool) -> PackedLayout:
-    """The layout, as `Batch.of` makes it."""
-    return pack(tree, tree.trained_edges()[0] > 0) if weighted else pack(tree)
-
-
-# ---- a training step: its passes
-
-
-def run_step(
-    runtime: Runtime, step: Step, plan: Plan, reduces: Reduces, balance: RouterBalance | None, rollback: Rollback
-) -> StepResult:
-    """Accumulate the gradients of this rank's part of a step."""
-    scale = runtime.capabilities.auxiliary * runtime.ranks.data_size
-    routing = runtime.routing(step.batch.tree, balanced=runtime.balanced, whole=balance, scale=scale)
-    if step.loss.scope == "batch":
-        scoring = Scoring(runtime, plan, routing, entropy="entropies" in step.loss.needs)
-        total, sums = _compare(runtime, step, scoring, reduces, scale, rollback)
-        parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
-    else:
-
-        def run(plan: Plan, counts: PassCounts) -> tuple[Any, Metrics]:
-            if routing is not None:
-                routing.begin()
-            return _stream(runtime, step, plan, counts, routing, reduces)
-
-        (total, sums), _, counts = runtime.within_memory(plan, run, rollback)
-        parts, without_graph, attention = counts.parts, counts.tokens_without_graph, counts.attention
-    if routing is not None:
-        total, sums = routing.added_to(total, sums)
-    return StepResult(
-        loss_tensor=total,
-        metric_sums=sums,
-        flat_tokens=step.tree.num_flat_tokens,
-        unique_tokens=step.tree.num_tokens,
-        computed_tokens=step.batch.layout.num_tokens,
-        recomputed_tokens=without_graph,
-        parts=parts,
-        attention=attention,
-    )
-
-
-def _stream(
-    runtime: Runtime, step: Step, plan: Plan, counts: PassCounts, routing: Routing | None, reduces: Reduces
-) -> tuple[Any, Metrics]:
-    """Run the plan once for a loss that sums over trajectories; each is evaluated when its last edge is scored."""
-    batch, loss, normaliser = step.batch, step.loss, step.normaliser
-    table = runtime.table(batch.layout, entropy="entropies" in loss.needs)
-    streamed = StreamedGradients(table, batch, loss, normaliser)
-    if plan.num_parts or runtime.collective:
-        if routing is not None and plan.num_parts > 1 and not routing.in_parts:
-            Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
-            routing.settle()
-        logprobs = table.logprobs
-        coefficients = None if "entropies" in loss.needs else loss.coefficients(batch.facts(logprobs))
-        executor = Executor(runtime, plan, counts, routing, gradients=True, reduces=reduces)
-        if coefficients is not None:
-            executor.train(KnownGradients(table, added_up(logprobs, batch.edges, coefficients) / normaliser))
-            with torch.no_grad():
-                facts = batch.facts(logprobs)
-                total, sums = loss.packed(batch.at_edges(logprobs), None, facts, None)
-            return total / normaliser, sums
-        executor.train(streamed)
-    streamed.finish()
-    return streamed.total, streamed.sums
-
-
-def _compare(
-    runtime: Runtime, step: Step, scoring: Scoring, reduces: Reduces, scale: float, rollback: Rollback
-) -> tuple[Any, Metrics]:
-    """Run a batch-scope loss: all trajectories are scored, on every rank, before the first backward.
-
-    Every rank evaluates the loss on the rows of all ranks, and runs backward from its own predictions.
-    """
-    ranks, batch, table = runtime.ranks, step.batch, scoring.forward()
-    own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
-    own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
-    of_ranks: list[Any] = [own]
-    if ranks.data_size > 1:
-        on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
-        of_ranks = ranks.of_data(ranks.agree("comparing rows", lambda: (None, on_host))[1])
-    used, *columns = zip(*of_ranks)
-    # A rank without rows may have no values.
-    present = [[x for x in column if x is not None] for column in columns]
-    logprobs, entropies, values = (torch.cat(x).to(table.device) if x else None for x in present)
-    assert logprobs is not None
-    everything = np.arange(len(logprobs))
-    rows = batch.rows if ranks.data_size == 1 else step.rows
-    selection = Selection(rows=rows, used=np.concatenate(used), edges=everything, edge_rows=everything)
-    given = (step.loss, step.normaliser, selection, logprobs, entropies, values)
-    (total, sums, gradients), _ = ranks.agree("the loss", lambda: (evaluate_gradients(*given), None))
-    before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
-    edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
-    scoring.backward(
-        added_up(table.logprobs, batch.edges, edges),
-        None if table.entropies is None or entropy is None else added_up(table.entropies, batch.edge_rows, entropy),
-        None if table.values is None or value is None else added_up(table.values, batch.edge_rows, value),
-        scale,
-        reduces,
-        rollback,
-    )
-    return (total, sums) if ranks.data_rank == 0 else (0.0, {})
-
-
-# ---- the linear baseline
-
-
-class LinearEngine(TreeEngine):
-    """The linear baseline: a `TreeEngine` that shares no prefix.
-
-    It is the reference for speed and results, so it is as fast as we can make it. Rows are packed without padding in
-    the projections. Short rows share batched attention calls; long ones get one causal call each. Tokens after the
-    last trained one are left out, as in a tree.
-
-    Args:
-        pack_tokens: maximum tokens of a packed part (a longer row runs alone); None packs the whole batch.
-        sharing: ``group``, ``context`` and ``compile_layers``, as for `TreeEngine`.
-    """
-
-    merge = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        pack_tokens: int | None = None,
-        temperature: float = 1.0,
-        value_head: nn.Module | None = None,
-        **sharing: Any,
-    ):
-        super().__init__(model, budget=pack_tokens, temperature=temperature, value_head=value_head, **sharing)
-        self.pack_tokens = pack_tokens
-
-    def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
-        """See `Runtime.tree_of`; a tree that shares tokens is cut into its rows."""
-        if isinstance(rows, TokenTree) and rows.num_tokens != rows.num_flat_tokens:
-            rows = rows.trajectories
-        return as_tree(rows, merge=False)
-
-    def plan_of(self, layout: PackedLayout) -> Plan:
-        return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))
-
-
-# ---- live in autograd
-
-
-def logprobs(
-    model: nn.Module,
-    sequences: Sequence[Row] | TokenTree,
-    budget: int | str | Bytes | None = None,
-    temperature: float = 1.0,
-    *,
-    return_entropy: bool = False,
-    return_values: bool = False,
-    value_head: nn.Module | None = None,
-    mask: Sequence[Any] | None = None,
-) -> Any:
-    """Log-probability of every token but the first of every sequence; every shared prefix is computed once.
-
-    Args:
-        model: a Hugging Face causal LM, plain or wrapped by peft.
-        sequences: K lists or arrays of token ids (or trajectories, or a tree).
-        budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory; None takes the free memory. A
-            batch that fits runs as a whole, a larger one in parts. If the graphs of all parts do not fit, the forward
-            keeps none and backward runs each part again. Existing ``.grad`` stays allocated in backward; a budget in
-            bytes does not count it.
-        temperature: divides the logits before the softmax.
-        return_entropy: also give the entropy of the distribution each token was drawn from.
-        return_values: also give the value of the state before each of these tokens, by `value_head` on the same
-            forward. `tt.values` gives values only.
-        value_head: maps the inputs of the model's LM head, [n, hidden], to values [n] or [n, c].
-        mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get no
-            gradient. None computes all.
-
-    Returns:
-        K tensors [L_k - 1], in nats, float32 or wider, with gradients to the model's parameters (and the value
-        head's); ``return_entropy`` and ``return_values`` each add a list ([L_k - 1, c] for several values); the
-        result is then a tuple. ``.backward()`` and ``torch.autograd.grad`` both work, once.
-
-    Raises:
-        DataError: an id outside the vocabulary or a row longer than the model's positions.
-        UnsupportedModel: the model, or a setting of it, would not be exact on a tree; or gradients are wanted and
-            several processes train together, which autograd would not synchronise, or the model's configuration asks
-            for the routers' auxiliary loss (use `TreeEngine.score` in both cases).
-        ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into.
-        RuntimeError: in a second backward, or if weights, the active adapter or ``requires_grad`` changed since the
-            forward.
-    """
-    engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-    scored = engine._scored(
-        "treetrain.logprobs",
-        sequences,
-        in_autograd=True,
-        logprobs=True,
-        values="predictions" if return_values else None,
-        entropies=return_entropy,
-        mask=mask,
-    )
-    rest, results = _within_autograd(scored), []
-    for leaves in (scored.logprobs, scored.entropies, scored.values):
-        if leaves is not None:
-            results.append(rest[: len(leaves)])
-            rest = rest[len(leaves) :]
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def values(
-    model: nn.Module,
-    sequences: Sequence[Row] | TokenTree,
-    budget: int | str | Bytes | None = None,
-    *,
-    head: nn.Module | None = None,
-) -> list[Float[Tensor, " _ *c"]]:
-    """The value of every token's state, for every sequence; every shared prefix is computed once.
-
-    Entry t of a row is the value of the state after its tokens 0 to t, before token t + 1 is known. `values` and
-    `returns` of a `Trajectory` are indexed by the predicted token instead: ``values[t + 1]`` there is entry t here.
-
-    Args:
-        model: a model for token classification (a critic) or sequence classification (a reward model), plain or wrapped
-            by peft; or, with `head`, a causal LM.
-        sequences, budget: as for `treetrain.logprobs`.
-        head: maps the inputs of a causal LM's head, [n, hidden], to values [n] or [n, c].
-
-    Returns:
-        K tensors [L_k], or [L_k, c] for a head of several labels, float32 or wider, with gradients to the parameters of
-        model and head. ``.backward()`` and ``torch.autograd.grad`` both work, once.
-
-    Raises:
-        DataError, UnsupportedModel, ValueError, RuntimeError: as `treetrain.logprobs`.
-    """
-    return _within_autograd(_scored_values("treetrain.values", model, sequences, budget, head, "states"))
-
-
-def rewards(
-    model: nn.Module,
-    sequences: Sequence[Row] | TokenTree,
-    budget: int | str | Bytes | None = None,
-    *,
-    head: nn.Module | None = None,
-) -> Float[Tensor, " K *c"]:
-    """Rewards of sequences by a reward model: the value at the last token; every shared prefix is computed once.
-
-    A sequence-classification model reads the last token that is not its ``pad_token_id`` (the first token if all are),
-    as it does in transformers. Any other model reads the last token.
-
-    Args:
-        model, sequences, budget, head: as `values`.
-
-    Returns:
-        One value for each sequence, or c of them for a head of c labels; differentiable like `values`.
-
-    Raises:
-        DataError: a sequence without tokens; otherwise as `values`.
-    """
-    return _within_autograd(_scored_values("treetrain.rewards", model, sequences, budget, head, "rewards"))[0]
-
-
-def _scored_values(
-    name: str,
-    model: nn.Module,
-    sequences: Sequence[Row] | TokenTree,
-    budget: int | str | Bytes | None,
-    head: nn.Module | None,
-    values: Literal["states", "rewards"],
-) -> Scored:
-    engine = TreeEngine(model, budget=budget, value_head=head)
-    return engine._scored(name, sequences, logprobs=False, values=values, in_autograd=True)
-
-
-def _check_live(engine: TreeEngine, what: str) -> None:
-    """Raise UnsupportedModel if gradients through autograd would lack something that only a step of the engine adds."""
-    if not engine.live:
-        return
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if engine.balanced:
-        why = (
-            "lack the gradient of the routers' auxiliary loss, which the model's configuration asks for "
-            f"(output_router_logits=True, router_aux_loss_coef={engine.capabilities.auxiliary:g})"
+            return
+        raise UnsupportedModel(
+            f"{what} with gradients is refused: they would {why}. Use scored = TreeEngine(model).score(rows), "
+            "loss.backward() and scored.backward(), which averages gradients over the ranks (sync=False leaves that to "
+            "you) and has scored.aux_loss, or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
         )
-    elif engine.collective:
-        why = "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
-    elif several and engine.tensor.alone:
-        why = f"not be synchronised over the {dist.get_world_size()} processes, not by DistributedDataParallel either"
-    else:
-        return
-    raise UnsupportedModel(
-        f"{what} with gradients is refused: they would {why}. Use scored = TreeEngine(model).score(rows), "
-        "loss.backward() and scored.backward(), which averages gradients over the ranks (sync=False leaves that to "
-        "you) and has scored.aux_loss, or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
-    )
 
+    # ---- what optional features add
 
-def _within_autograd(scored: Scored) -> list[Tensor]:
-    """The leaves as outputs of one autograd node whose inputs are the parameters."""
-    if not scored.live or not scored.computed_tokens:
-        return scored.leaves
-    parameters = [p for p in scored.parameters if p.requires_grad]
-    return list(_TreeScores.apply(scored, parameters, *parameters))  # type: ignore[call-overload]
+    def extensions(
+        self,
+        tree: TokenTree,
+        *,
+        balanced: bool,
+        whole: "RouterBalance | None" = None,
+        scale: float = 1.0,
+        reduces: Reduces = "each",
+    ) -> list[Extension]:
+        """The extensions of a try, outermost first; none for a dense model in one process.
 
+        Args:
+            balanced: whether the routers' auxiliary loss is added, with this balance of the whole step and this scale.
+            reduces: which backwards reduce gradients over processes.
+        """
+        capabilities, model = self.capabilities, self.model
+        found, within = self.sharing.extensions(capabilities)
+        if capabilities.experts is not None:
+            from treetrain.engine.extensions.experts import Experts, has_work
 
-class _TreeScores(torch.autograd.Function):
-    """A whole batch as one autograd node whose inputs are the parameters.
+            if has_work(capabilities.experts, tree, balanced=balanced):
+                found.append(
+                    Experts(
+                        model,
+                        capabilities.experts,
+                        tree,
+                        self.prepared.device,
+                        balanced=balanced,
+                        whole=whole,
+                        scale=scale,
+                    )
+                )
+        if capabilities.recurrent_layers:
+            from treetrain.engine.extensions.recurrence import Recurrence
 
-    The tree's own graph is not part of the outer graph. So its backward can run in tree mode, which activation
-    checkpointing needs when it recomputes layers.
-    """
+            found.append(Recurrence(model))
+        if self.compiles:  # last of those that change the model's modules
+            from treetrain.engine.extensions.compiled import CompiledLayers
 
-    @staticmethod
-    def forward(ctx, scored: Scored, parameters: list[nn.Parameter], *_: Tensor):
-        ctx.given = scored, parameters
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.detach().clone() for leaf in scored.leaves)  # the caller may write into them
+            found.append(CompiledLayers(model, self._compiled))
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+            from treetrain.engine.extensions.parameter_hooks import HooksOnce
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients: Tensor | None):
-        scored, parameters = ctx.given
-        for leaf, gradient in zip(scored.leaves, gradients):
-            leaf.grad = gradient
-        return None, None, *gradients_of(parameters, partial(scored.backward, sync=False))
+            found.append(HooksOnce(self.parameters))
+        found += within
+        for extension in found:
+            extension.reduces = reduces
+        return found
+
+    def _layers_checked(self) -> AbstractContextManager[None]:
+        """Around a call: check adapters, hooks and forwards of users that have not been checked before."""
+        if self._accepted == self.prepared.state and not self.sharded:
+            return nullcontext()
+        return self._layers_tried()
+
+    @contextmanager
+    def _layers_tried(self) -> Iterator[None]:
+        from treetrain.engine.extensions.token_mixing import token_mixing_checked
+
+        with token_mixing_checked(self.prepared):
+            yield
+        self._accepted = self.prepared.state

@@ -19,18 +19,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.distributed import Ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.kernel_checks import failure_of, relative_error
 from treetrain.models.capability import IDENTITY, Capabilities, LogitMap
@@ -113,37 +111,6 @@ def without_logprobs(hidden: Float[Tensor, "N D"], edges: Edges) -> Scores:
     return Scores(hidden.new_zeros(len(edges.targets), dtype=wide), None, None)
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyShard:
-    """One rank's share of a vocabulary that the ranks divide in order; all shares but the last are equal."""
-
-    ranks: Ranks
-    size: int
-    """Tokens of the whole vocabulary."""
-
-    @property
-    def width(self) -> int:
-        """Tokens in the largest share."""
-        return -(-self.size // self.ranks.size)
-
-    def sum(self, own: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
-        dist.all_reduce(own, group=self.ranks.group)
-        return own
-
-    def gather(self, own: Shaped[Tensor, "*own"]) -> Shaped[Tensor, " P *own"]:
-        """The tensors of all ranks."""
-        every = own.new_empty(self.ranks.size, *own.shape)
-        dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
-        return every
-
-    def own_edges(self, edges: "EdgesOfChunk") -> "tuple[EdgesOfChunk, Bool[Tensor, ' e']]":
-        """The edges with targets numbered within the share (0 for targets of other ranks), and a mask of own ones."""
-        target = edges.target - self.ranks.rank * self.width
-        own = (target >= 0) & (target < self.width)
-        return EdgesOfChunk(edges.row, target.where(own, 0)), own
-
-
 # ---- the gradients of embedding and head
 
 # Autograd would make a new [vocabulary, hidden] gradient of each in every part and add it to ``.grad``: as much traffic
@@ -177,6 +144,29 @@ class GradientBuffers:
             total = total.to(weight.dtype)
             weight.grad = total if weight.grad is None else weight.grad.add_(total)
 
+    @contextmanager
+    def collecting(self, model: nn.Module) -> Iterator[None]:
+        """Collect the gradients of embedding and head during the block, and deliver them at its end."""
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        # Plain: it only looks rows up, and nothing has replaced its forward.
+        plain = (
+            type(embedding) is nn.Embedding
+            and "forward" not in vars(embedding)
+            and embedding.max_norm is None
+            and not embedding.scale_grad_by_freq
+            and not embedding.sparse
+        )
+        if not (plain and self.takes(embedding.weight)):
+            yield
+        else:
+
+            def forward(ids: Tensor) -> Tensor:
+                return _Embed.apply(embedding.weight, ids, embedding.padding_idx, self)  # type: ignore[return-value]
+
+            with replaced_forward(embedding, forward):
+                yield
+        self.deliver()
+
 
 class _Embed(torch.autograd.Function):
     """A plain embedding whose gradient goes into a buffer."""
@@ -197,32 +187,28 @@ class _Embed(torch.autograd.Function):
         return None, None, None, None
 
 
-@contextmanager
-def gradient_buffers(model: nn.Module) -> Iterator[GradientBuffers]:
-    """Collect the gradients of embedding and head in buffers during the block, and deliver them at its end."""
-    buffers = GradientBuffers()
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    # Plain: it only looks rows up, and nothing has replaced its forward.
-    plain = (
-        type(embedding) is nn.Embedding
-        and "forward" not in vars(embedding)
-        and embedding.max_norm is None
-        and not embedding.scale_grad_by_freq
-        and not embedding.sparse
-    )
-    if not (plain and buffers.takes(embedding.weight)):
-        yield buffers
-    else:
-
-        def forward(ids: Tensor) -> Tensor:
-            return _Embed.apply(embedding.weight, ids, embedding.padding_idx, buffers)  # type: ignore[return-value]
-
-        with replaced_forward(embedding, forward):
-            yield buffers
-    buffers.deliver()
-
-
 # ---- scores
+
+
+class VocabularyShare(Protocol):
+    """The logits that one process has of a vocabulary that several divide."""
+
+    @property
+    def width(self) -> int:
+        """Tokens in the largest share."""
+        ...
+
+    def own(self, weight: Tensor) -> Tensor:
+        """This process's part of the head's weight or bias."""
+        ...
+
+    def chunk(self, own: "PlainChunk") -> "PlainChunk":
+        """A chunk over the whole vocabulary, from that of this process."""
+        ...
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum over the processes, in place."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,14 +221,16 @@ class ScoreRequest:
     """d loss / d log-probability, when the loss is linear; the loss is then returned fused."""
     buffers: GradientBuffers | None = None
     """Buffers for the gradient of a fused head's matrix; None leaves it to autograd."""
-    meets_all: bool = False
-    """Whether every backward must reach the same weights, with zeros if no row is scored (see `CollectivePasses`)."""
+    reaches_all_weights: bool = False
+    """Whether every backward must reach the same weights, with zeros if no row is scored."""
+    carrier_dtype: torch.dtype | None = None
+    """The dtype of the carrier, where the model's output is cast after its forward; None leaves it."""
     need_statistics: bool = False
     """Whether to compute `Statistics` too; cannot be combined with `coefficients`."""
     keep_logits: bool = False
     """Whether a fused head keeps its logits until backward instead of computing them again."""
-    vocabulary: "VocabularyShard | None" = None
-    """This rank's share of the vocabulary, if tensor parallelism splits the head; else None."""
+    vocabulary: "VocabularyShare | None" = None
+    """This process's share of the vocabulary, where several divide the head; None if it has all of it."""
 
 
 def score_edges(
@@ -271,7 +259,7 @@ def score_edges(
     if len(edges.rows) == 0:
         # The result must be in the graph: gradients from the caches need a backward of this part.
         nothing = rows.sum(-1, dtype=wide)
-        if request.meets_all:
+        if request.reaches_all_weights:
             nothing = nothing + zero_of(head_forward(hidden[:1]))
         return Scores(nothing, nothing.detach() if request.need_entropy else None, None, statistics=found)
     scaling, coefficients = Scaling(logit_map, request.temperature), request.coefficients
@@ -283,7 +271,7 @@ def score_edges(
         settings = _Settings(edges, replace(request, coefficients=known), scaling, compute)
         weight, bias = head.weight, head.bias
         if request.vocabulary is not None:
-            weight, bias = (None if x is None else x.to_local() for x in (weight, bias))  # type: ignore[operator]
+            weight, bias = (None if x is None else request.vocabulary.own(x) for x in (weight, bias))
         loss, logprobs, entropies = _LinearScores.apply(rows, weight, bias, settings, found)  # type: ignore[misc]
         if known is not None:
             return Scores(logprobs, None, loss)
@@ -326,14 +314,11 @@ class HeadCall(NamedTuple):
 
 
 @contextmanager
-def scoring_head(
-    capabilities: Capabilities, edges: Edges, request: ScoreRequest, *, handed_on_as: torch.dtype | None = None
-) -> Iterator[list[HeadCall]]:
+def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest) -> Iterator[list[HeadCall]]:
     """Inside the block, replace the head's forward by one that scores edges; yields the list of its calls.
 
     Scores use the logit map that the configuration declares. The model gets a carrier in place of logits, and its
-    operations on the carrier show whether the declaration is right. `handed_on_as` is the carrier's dtype where the
-    model's output is cast later.
+    operations on the carrier show whether the declaration is right.
     """
     calls: list[HeadCall] = []
     original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
@@ -361,20 +346,20 @@ def scoring_head(
             value = partial(scalar.values, original if scalar.is_models_own else scalar.module)
             values = value(flat.index_select(0, edges.rows) if len(edges.rows) else flat[:1])
             scores = replace(scores, values=values[: len(edges.rows)])
-            if request.meets_all and not len(edges.rows):
+            if request.reaches_all_weights and not len(edges.rows):
                 scores = replace(scores, logprobs=scores.logprobs + zero_of(values))
         if capabilities.scores_tokens:
             carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
-            carrier = carrier.clone() if request.meets_all else carrier  # FSDP's hook would not follow a view
+            carrier = carrier.clone() if request.reaches_all_weights else carrier  # FSDP's hook would not follow a view
         else:  # distinct, unevenly spaced numbers, one per token, so that the one kept is known
             like = scores.logprobs
             carrier = (torch.arange(len(flat), device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
-            if request.meets_all and scores.values is not None:
+            if request.reaches_all_weights and scores.values is not None:
                 carrier = carrier + zero_of(scores.values)
         if logit_map is not IDENTITY:
             probes = on_device(np.array(PROBES), carrier.device, carrier.dtype)
             carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
-        carrier = carrier if handed_on_as is None else carrier.to(handed_on_as)
+        carrier = carrier if request.carrier_dtype is None else carrier.to(request.carrier_dtype)
         version = 0 if carrier.is_inference() else carrier._version
         calls.append(HeadCall(scores, carrier, version, logit_map, scalar is not None and scalar.pooled))
         return carrier
@@ -450,8 +435,8 @@ class PlainChunk:
         """`Statistics` of the chunk; does not change the logits."""
         return self.moments().statistics(self._logits.shape[-1], lse, edges)
 
-    def moments(self) -> "_Moments":
-        return _Moments.of(self._logits)
+    def moments(self) -> "Moments":
+        return Moments.of(self._logits)
 
     def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
         """In nats."""
@@ -496,8 +481,8 @@ class TritonChunk(PlainChunk):
     def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
         return self._logits[edges].float().mul_(self._factor)
 
-    def moments(self) -> "_Moments":
-        return _Moments.of(self._logits.float() * self._factor)
+    def moments(self) -> "Moments":
+        return Moments.of(self._logits.float() * self._factor)
 
     def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
         assert self._entropies is not None, "entropies are found with the log-sum-exps"
@@ -509,7 +494,7 @@ class TritonChunk(PlainChunk):
         return self._logits
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     """Moments of the rows' scaled logits, from which `Statistics` are made."""
 
     highest: Float[Tensor, " r"]
@@ -520,43 +505,11 @@ class _Moments(NamedTuple):
     """Log-sum-exp of twice the logits."""
 
     @classmethod
-    def of(cls, logits: Float[Tensor, "r V"]) -> "_Moments":
+    def of(cls, logits: Float[Tensor, "r V"]) -> "Moments":
         return cls(*logits.max(-1), logits.sum(-1), (2 * logits).logsumexp(-1))
 
     def statistics(self, vocab_size: int, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
         return Statistics(self.token[edges.row] == edges.target, self.total / vocab_size, self.squares - 2 * lse)
-
-
-class ShardedChunk:
-    """`PlainChunk` for a sharded vocabulary: every rank has the logits of its share.
-
-    The ranks exchange a few numbers per row and edge, never logits. Each gets the gradient of its own logits.
-    """
-
-    def __init__(self, own: PlainChunk, vocabulary: VocabularyShard):
-        self._own, self._vocabulary = own, vocabulary
-
-    def log_sum_exp(self) -> Float[Tensor, " r"]:
-        return self._vocabulary.gather(self._own.log_sum_exp()).logsumexp(0)
-
-    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
-        own, is_own = self._vocabulary.own_edges(edges)
-        return self._vocabulary.sum(self._own.at(own).where(is_own, 0.0))
-
-    def statistics(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
-        vocabulary, own = self._vocabulary, self._own.moments()
-        own = own._replace(token=own.token + vocabulary.ranks.rank * vocabulary.width)
-        every = _Moments(*(vocabulary.gather(x) for x in own))
-        highest, rank = every.highest.max(0)
-        whole = _Moments(highest, every.token.gather(0, rank[None])[0], every.total.sum(0), every.squares.logsumexp(0))
-        return whole.statistics(vocabulary.size, lse, edges)
-
-    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
-        return self._vocabulary.sum(self._own.entropies(lse))
-
-    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
-        own, is_own = self._vocabulary.own_edges(edges)
-        return self._own.gradient(lse, own, slopes._replace(by_edge=slopes.by_edge.where(is_own, 0.0)))
 
 
 def chunk_type(dtype: torch.dtype, device: torch.device, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
@@ -677,17 +630,17 @@ class _LinearHead:
         size = len(self._weight) if vocabulary is None else vocabulary.width
         return _chunks(self._settings.edges, size, self._rows.device)
 
-    def logits(self, chunk: _Chunked) -> PlainChunk | ShardedChunk:
+    def logits(self, chunk: _Chunked) -> PlainChunk:
         settings, vocabulary = self._settings, self._settings.request.vocabulary
         logits = nn.functional.linear(self._rows[chunk.rows].to(settings.compute), self._weight, self._bias)
         entropy, backward = settings.request.need_entropy, self._backward
         own = self._type(logits, settings.scaling, entropy=entropy, backward=backward)
-        return own if vocabulary is None else ShardedChunk(own, vocabulary)
+        return own if vocabulary is None else vocabulary.chunk(own)
 
     def add(
         self,
         chunk: _Chunked,
-        logits: PlainChunk | ShardedChunk,
+        logits: PlainChunk,
         lse: Float[Tensor, " r"],
         by_edge: Float[Tensor, " e"],
         *of_entropies: Float[Tensor, " r"],
@@ -742,7 +695,7 @@ class _LinearScores(torch.autograd.Function):
         logprobs = rows.new_empty(len(settings.edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
         entropies = rows.new_zeros(len(rows) if request.need_entropy else 0, dtype=wide)
-        kept: list[PlainChunk | ShardedChunk | None] | None = [] if request.keep_logits and known is None else None
+        kept: list[PlainChunk | None] | None = [] if request.keep_logits and known is None else None
         needs = () if known is None else ctx.needs_input_grad[:3]
         with torch.autocast(rows.device.type, enabled=False):
             head = _LinearHead(
@@ -803,7 +756,7 @@ def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, sc
         entropies = -(log_p.exp() * log_p).sum(-1) if need_entropy else log_p.new_zeros(0)
         if found is not None:
             with torch.no_grad():
-                part = _Moments.of(z).statistics(z.shape[-1], z.logsumexp(-1), chunk.own)
+                part = Moments.of(z).statistics(z.shape[-1], z.logsumexp(-1), chunk.own)
                 found.write(chunk.edges, chunk.rows, part)
         return log_p[chunk.own], entropies
 

@@ -1,17 +1,16 @@
-"""Detects that a model has changed between a score and its backward, which may run parts forward again."""
+"""Detects that a model has changed: since it was checked, or between a score and its backward."""
 
 from typing import Any
 
 import torch
 from jaxtyping import Int64
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from treetrain.engine.distributed import own_part
-from treetrain.engine.runtime import Runtime
 
 _ADAPTER_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
+_WITH_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")
+"""Fields of peft's layers that are no numbers or strings, and that checks read."""
 _WITHOUT_EFFECT = {"training", "gradient_checkpointing", "use_cache", "return_dict", "output_router_logits", "dtype"}
 """Settings that generation, evaluation, saving and trainers switch. No pass in tree mode depends on them. (`training`
 switches dropout, but a model with active dropout is refused.)"""
@@ -20,15 +19,65 @@ _SMALL = 1 << 20
 such as two experts that exchange their biases."""
 
 
-def switches_of(runtime: Runtime) -> dict[str, str]:
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Identity:
+    """An object that equals itself alone. It stays alive, so that no other one has its address."""
+
+    def __init__(self, value: object):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fingerprint(model: nn.Module, value_head: nn.Module | None) -> list[object]:
+    """What the checks of a model read: its modules, their settings, hooks and adapters, and the weights' kinds.
+
+    Two equal fingerprints of one model mean that checking it again would give the same answer.
+    """
+    found: list[object] = []
+    for root in (model, value_head):
+        for module in root.modules() if isinstance(root, nn.Module) else ():  # a head of another kind is refused later
+            fields = vars(module)
+            found += (id(module), type(module))
+            for name, value in fields.items():
+                if type(value) in _PLAIN:
+                    found.append(value)
+                elif name in _WITH_SETTINGS or (name[0] != "_" and type(value) is dict):
+                    found.append(repr(value))
+                elif name in ("config", "forward", "_compiled_call_impl"):
+                    found.append(_Identity(value))
+            found += (*fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
+            for p in fields["_parameters"].values():
+                if p is not None:
+                    found += (id(p), p.requires_grad, p.dtype)
+    config = getattr(model, "config", None)
+    if config is not None:
+        found.append(repr(sorted(_settings(config))))
+    return found
+
+
+def _settings(config: Any) -> list[tuple[str, str]]:
+    """The settings of a configuration, and of those within it."""
+    found: list[tuple[str, str]] = []
+    for name, value in vars(config).items():
+        found += _settings(value) if hasattr(value, "model_type") else [(name, repr(value))]
+    return found
+
+
+def switches_of(model: nn.Module, parameters: list[nn.Parameter]) -> dict[str, str]:
     """The active adapters and the trained parameters, by name. They can change while all weights stay the same."""
     switches = {}
-    for name, module in runtime.model.named_modules():
+    for name, module in model.named_modules():
         if "_active_adapter" in vars(module):
             fields = vars(module)
             switches |= {f"{field.lstrip('_')} of {name}": repr(fields.get(field)) for field in _ADAPTER_FIELDS}
-    names = {id(p): name for name, p in runtime.model.named_parameters()}
-    for number, parameter in enumerate(runtime.parameters):
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, parameter in enumerate(parameters):
         name = names.get(id(parameter), f"value head, parameter {number}")
         switches[f"requires_grad of {name}"] = str(parameter.requires_grad)
     return switches
@@ -41,8 +90,9 @@ class ModelState:
     `leave_out_changes` after it: counters and caches that a forward writes are not what its result depends on.
     """
 
-    def __init__(self, runtime: Runtime):
-        self._runtime, self._switches = runtime, switches_of(runtime)
+    def __init__(self, model: nn.Module, value_head: nn.Module | None, parameters: list[nn.Parameter]):
+        self._model, self._value_head, self._parameters = model, value_head, parameters
+        self._switches = switches_of(model, parameters)
         self._fields, self._weights = self._read(), self._sums()
 
     def leave_out_changes(self) -> None:
@@ -65,7 +115,7 @@ class ModelState:
             )
 
     def _change(self) -> str | None:
-        switches = switches_of(self._runtime)
+        switches = switches_of(self._model, self._parameters)
         for switch in [*self._switches, *switches]:
             then, now = self._switches.get(switch, "not there"), switches.get(switch, "not there")
             if then != now:
@@ -83,20 +133,20 @@ class ModelState:
 
         Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
         """
-        sums = [_checksum(own_part(p)) for p in self._runtime.parameters]
+        sums = [_checksum(_own_part(p)) for p in self._parameters]
         return torch.stack([total.to(sums[0].device) for total in sums])
 
     def _read(self) -> dict[tuple[int, str], Any]:
         """Copies of buffers and settings, by the identity of what holds them and their name."""
         found: dict[tuple[int, str], Any] = {}
         configurations: dict[int, Any] = {}
-        for root in (self._runtime.model, self._runtime.value_head):
+        for root in (self._model, self._value_head):
             for module in () if root is None else root.modules():
                 holder, fields = id(module), vars(module)
                 _add_settings(found, holder, fields)
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
-                        found[holder, name] = _copy(own_part(buffer))
+                        found[holder, name] = _copy(_own_part(buffer))
                 config = fields.get("config")
                 if config is not None:
                     configurations[id(config)] = config
@@ -106,7 +156,7 @@ class ModelState:
 
     def _name(self, holder: int) -> str:
         """The path of a module, or the class of a configuration."""
-        for name, module in self._runtime.model.named_modules():
+        for name, module in self._model.named_modules():
             if id(module) == holder:
                 return name or "the model"
             if id(vars(module).get("config")) == holder:
@@ -118,6 +168,11 @@ def _add_settings(found: dict[tuple[int, str], Any], holder: int, fields: dict[s
     for name, value in fields.items():
         if name[0] != "_" and (value is None or type(value) in (bool, int, float, str)) and name not in _WITHOUT_EFFECT:
             found[holder, name] = value
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank holds; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _copy(buffer: Tensor) -> Tensor:

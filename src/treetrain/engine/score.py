@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,15 @@ from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.deferred import Deferral
-from treetrain.engine.distributed import check_same
-from treetrain.engine.executor import Executor, Reduces
+from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.executor import Executor
+from treetrain.engine.extension import Extension, LossExtension, Reduces, added_loss
+from treetrain.engine.lm_head import Scores
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
+from treetrain.engine.memory import Rollback, Try
+from treetrain.engine.model_passes import ModelPasses, executor_of
 from treetrain.engine.model_state import ModelState
-from treetrain.engine.packed import model_device
-from treetrain.engine.routing import Routing
-from treetrain.engine.runtime import PassCounts, Rollback, Runtime
+from treetrain.engine.ranks import Ranks
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
 
@@ -40,27 +42,38 @@ class Scoring:
 
     Args:
         plan: the plan of the batch; this class decides whether its graphs are kept.
-        routing: the routers' auxiliary loss and recorded experts.
+        attach: makes the extensions of a try.
         entropy, statistics: whether to compute these too.
     """
 
     def __init__(
-        self, runtime: Runtime, plan: Plan, routing: Routing | None, *, entropy: bool = False, statistics: bool = False
+        self,
+        engine: EngineModel,
+        plan: Plan,
+        attach: Callable[[], list[Extension]],
+        *,
+        entropy: bool = False,
+        statistics: bool = False,
+        passes_type: type[ModelPasses] = ModelPasses,
     ):
         # A copy, so that this score's backward sees its own temperature, heads and settings, whatever is set later.
-        self.runtime, self.routing, self.live = copy(runtime), routing, runtime.live
+        self.engine, self._attach, self.live = copy(engine), attach, engine.live
         self.plan, self.layout = plan, plan.layout
         if self.live:
-            keeps = runtime.keeps_graphs(plan)
-            if runtime.collective:  # all ranks keep them, or none does
-                keeps = all(runtime.ranks.agree("planning a score", lambda: (None, keeps))[1])
+            # Where passes are collective, all ranks keep their graphs, or none does.
+            ranks = engine.sharing.ranks if engine.sharing.sharded else Ranks()
+            keeps = all(ranks.exchange(engine.keeps_graphs(plan)))
             self.plan = plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
         self.tokens_without_graph, self.attention = 0, Counter[str]()
-        self.table = runtime.table(plan.layout, entropy=entropy, statistics=statistics)
-        self._kept: Executor | None = None
+        self.table = engine.table(plan.layout, entropy=entropy, statistics=statistics)
+        self.added_loss: LossExtension | None = None
+        """The extension with a loss of the model's own; None for a model without one."""
+        self._extensions: list[Extension] = []
+        self._passes_type = passes_type
+        self._kept: tuple[Executor[Scores], ModelPasses] | None = None
         # Backward usually runs outside the caller's autocast, but parts that run again need it.
-        device = model_device(runtime.model).type
-        self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
+        device = engine.device.type
+        self._autocast: Callable[[], AbstractContextManager[None]] = partial(
             torch.autocast,
             device,
             dtype=torch.get_autocast_dtype(device),
@@ -70,61 +83,79 @@ class Scoring:
 
     def forward(self) -> ScoreTable:
         """Score everything; returns the table. Its tensors have no graph."""
-
-        def passes(plan: Plan, counts: PassCounts) -> None:
-            if self.routing is not None:
-                self.routing.begin()
-            keeps = plan.scores_first == "kept"
-            executor = Executor(self.runtime, plan, counts, self.routing, gradients=keeps)
-            if keeps:
-                executor.forward_all(self.table, keep_logits=self.runtime.keeps_logits(plan))
-                self._kept = executor
-            else:
-                executor.score(self.table)
-
-        self._within_memory(passes)
-        if self.routing is not None:
-            self.routing.settle()
+        if self._has_passes:
+            for attempt in self.engine.tries(self.plan):
+                with attempt:
+                    self._forward(attempt)
+            self._count(attempt)
+        else:
+            self._extensions = self._attach()
+        self.added_loss = added_loss(self._extensions)
+        if self.added_loss is not None:
+            self.added_loss.settle()
         return self.table
+
+    def _forward(self, attempt: Try) -> None:
+        plan, keeps = attempt.plan, attempt.plan.scores_first == "kept"
+        self._extensions = self._attach()
+        logits = keeps and self.engine.keeps_logits(plan)
+        passes = self._passes_type(self.engine, self._extensions, attempt.counts, self.table, keep_logits=logits)
+        executor = executor_of(passes, plan, gradients=keeps)
+        if keeps:
+            executor.forward_all()
+            self._kept = executor, passes
+        else:
+            executor.score()
 
     def backward(
         self,
         edges: Float[Tensor, " E"],
         rows: Float[Tensor, " R"] | None,
         values: Float[Tensor, " R *c"] | None,
-        aux: Tensor | float,
+        added: Tensor | float,
         reduces: Reduces,
         rollback: Rollback,
     ) -> None:
         """Add gradients to ``.grad``.
 
         Args:
-            edges, rows, values, aux: d loss / d log-probabilities, entropies, values, auxiliary loss.
-            reduces: which backwards reduce sharded gradients.
+            edges, rows, values, added: d loss / d log-probabilities, entropies, values, the model's own loss.
+            reduces: which backwards reduce gradients over processes.
             rollback: restores gradients if memory runs out.
         """
-        if self.routing is not None:
-            self.routing.scale = torch.as_tensor(aux).double()
-
-        def passes(plan: Plan, counts: PassCounts) -> None:
-            executor, self._kept = self._kept, None
-            if executor is not None:
-                counts.alive, executor.counts = executor.counts.alive, counts
-                executor.backward_all(KnownGradients(self.table, edges, rows, values), reduces)
-                return
-            table = self.runtime.table(plan.layout, entropy=rows is not None)
-            again = Executor(self.runtime, plan, counts, self.routing, gradients=True, reduces=reduces)
-            with self._autocast():
-                again.train(KnownGradients(table, edges, rows, values))
-
-        self._within_memory(passes, rollback)
-
-    def _within_memory(self, run: Callable[[Plan, PassCounts], None], rollback: Rollback | None = None) -> None:
-        if not self.layout.num_tokens and not self.runtime.collective:
+        if self.added_loss is not None:
+            self.added_loss.scale = torch.as_tensor(added).double()
+        for extension in self._extensions:
+            extension.reduces = reduces
+        if not self._has_passes:
             return
-        _, self.plan, counts = self.runtime.within_memory(self.plan, run, rollback)
-        self.tokens_without_graph += counts.tokens_without_graph
-        self.attention.update(counts.attention)
+        for attempt in self.engine.tries(self.plan, rollback):
+            with attempt:
+                self._backward(attempt, edges, rows, values)
+        self._count(attempt)
+
+    def _backward(self, attempt: Try, edges: Tensor, rows: Tensor | None, values: Tensor | None) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            executor, passes = kept
+            attempt.counts.alive, executor.counts = executor.counts.alive, attempt.counts
+            passes.gradients = KnownGradients(self.table, edges, rows, values)
+            executor.backward_all()
+            return
+        table = self.engine.table(attempt.plan.layout, entropy=rows is not None)
+        gradients = KnownGradients(table, edges, rows, values)
+        passes = self._passes_type(self.engine, self._extensions, attempt.counts, table, gradients)
+        with self._autocast():
+            executor_of(passes, attempt.plan, gradients=True).train()
+
+    @property
+    def _has_passes(self) -> bool:
+        return self.layout.num_tokens > 0 or self.engine.sharing.sharded
+
+    def _count(self, attempt: Try) -> None:
+        self.plan = attempt.plan
+        self.tokens_without_graph += attempt.counts.tokens_without_graph
+        self.attention.update(attempt.counts.attention)
 
 
 class States(NamedTuple):
@@ -158,8 +189,8 @@ class Scored:
     log_sum_sq_probs: tuple[Tensor, ...] | None
     """K tensors [L_k - 1]: log of the sum of squared probabilities; None without statistics."""
     aux_loss: Tensor | None
-    """The routers' auxiliary loss over all tokens of all trajectories, before its coefficient; None for a model whose
-    configuration does not ask for it."""
+    """The model's own auxiliary loss over all tokens of all trajectories, before its coefficient; None for a model
+    whose configuration does not ask for one."""
     flat_tokens: int
     """Tokens summed over the trajectories."""
     unique_tokens: int
@@ -177,7 +208,8 @@ class Scored:
         """
         self._name, self._scoring, self._reads, self._spent = name, scoring, reads, False
         self.live = scoring.live
-        self._state = ModelState(scoring.runtime) if self.live else None
+        engine = scoring.engine
+        self._state = ModelState(engine.model, engine.value_head, engine.parameters) if self.live else None
         table = scoring.forward()
         if self._state is not None:
             self._state.leave_out_changes()
@@ -187,7 +219,7 @@ class Scored:
         self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
         self.computed_tokens = scoring.layout.num_tokens
 
-        self.deferral = Deferral(name, scoring.runtime.parameters if self.live else ())
+        self.deferral = Deferral(name, engine.parameters if self.live else ())
         self._leaves: dict[str, tuple[Tensor, ...]] = {}
 
         def leaves(kind: str, scores: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -198,8 +230,8 @@ class Scored:
             return self._leaves[kind]
 
         self.aux_loss = None
-        if scoring.routing is not None and scoring.routing.balanced:
-            (self.aux_loss,) = leaves("aux_loss", [scoring.routing.loss.to(table.logprobs.dtype)])
+        if scoring.added_loss is not None and scoring.added_loss.adds:
+            (self.aux_loss,) = leaves("aux_loss", [scoring.added_loss.loss.to(table.logprobs.dtype)])
         if isinstance(reads, States):
             of_states = table.values_or_zeros[on_device(reads.rows, table.device)]
             if reads.lengths is None:
@@ -237,7 +269,7 @@ class Scored:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model that scored, and of its value head."""
-        return self._scoring.runtime.parameters
+        return self._scoring.engine.parameters
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -264,22 +296,17 @@ class Scored:
                 calls.
             RanksDisagree: another rank failed, or has another `sync`.
         """
-        runtime = self._scoring.runtime
-
-        def passes() -> tuple[None, None]:
-            self._spent = True
-            edges, rows, values, aux = gradients
-            self._scoring.backward(edges, rows, values, aux, "each" if sync else "never", rollback)
-            return None, None
-
-        ranks = runtime.ranks if sync else runtime.passes_with
-        # Every rank checks for errors before any of them starts the collective backward.
-        gradients, syncs = ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
-        check_same("sync", syncs)
-        with self.deferral.lifted(), runtime.rollback() as rollback:
-            ranks.agree("Scored.backward's passes", passes)
+        engine, sharing = self._scoring.engine, self._scoring.engine.sharing
+        ranks = sharing.ranks if sync else sharing.passes_with
+        with ranks.together("Scored.backward"):
+            gradients = self._gradients()
+            ranks.same({"sync": sync})  # every rank has checked its own before any of them starts
+            with self.deferral.lifted(), engine.rollback() as rollback:
+                self._spent = True
+                self._scoring.backward(*gradients, "each" if sync else "never", rollback)
+                ranks.exchange(None)  # all of them roll back if one has failed
         if sync:
-            runtime.average_gradients()
+            sharing.average_gradients(engine.parameters)
 
     def _check_backward(self) -> None:
         """Raise RuntimeError if a backward now would not match the scores."""

@@ -50,12 +50,24 @@ class StateCache(RowBuffers):
         super().__init__(slots, gradients=gradients, tokens=tokens)
         self._attach = np.zeros(tokens, bool)
         self._attach[attach[attach >= 0]] = True
+        self._groups: list[Int64s] = []
+        """The tokens with slots, in the groups that were allocated at once."""
 
-    def allocate_attached(self, tokens: Int64s) -> Int64s:
-        """Give the next free slots to those tokens where parts attach that have none yet; returns these tokens."""
-        fresh = tokens[self._attach[tokens] & (self.row_of[tokens] < 0)]
-        self.allocate(fresh)
-        return fresh
+    def follow(self, kv_rows: Int64s, tokens: Int64s) -> None:
+        """Give slots to those of a pass's tokens that hold rows of the KV cache and that parts attach to.
+
+        Slots of tokens that have left the KV cache are freed. It allocates and frees its rows like a stack, so the
+        slots are one too.
+
+        Args:
+            kv_rows: int64 [M], the row of each token in the KV cache, -1 for those that are not held.
+        """
+        while self._groups and kv_rows[self._groups[-1][0]] < 0:
+            self.release(self._groups.pop())
+        fresh = tokens[self._attach[tokens] & (kv_rows[tokens] >= 0) & (self.row_of[tokens] < 0)]
+        if len(fresh):
+            self.allocate(fresh)
+            self._groups.append(fresh)
 
     def view(self, tokens: Int64s, attach: int) -> "StateView":
         """A view for one pass over tokens; `attach` is the token that the pass continues, -1 for none."""

@@ -307,7 +307,8 @@ def _tree_forward(
 ) -> Hidden:
     """The forward of a recurrent layer in tree mode."""
     name, run = type(layer).__name__, treetrain_run or current_run()
-    if run is None or run.paths is None:
+    paths = None if run is None else run.extra(Paths)
+    if run is None or paths is None:
         raise UnsupportedModel(
             f"{name} was called without the tree run: the model does not pass keyword arguments on to it, or "
             "activation checkpointing is around it alone (put it around whole layers), so it cannot be told which "
@@ -320,6 +321,5 @@ def _tree_forward(
             f"{name} is given {tuple(hidden_states.shape[:2])} tokens, but the tree has {run.tokens}: "
             "something adds tokens of its own (a prompt adapter, a cache)."
         )
-    number, seen = layer.layer_idx, run.layers_seen
-    (run.recurrent_twice if number in seen else seen).add(number)
-    return kind.forward(layer, hidden_states, run.paths)
+    run.saw(layer.layer_idx, "runs its recurrence", "state")
+    return kind.forward(layer, hidden_states, paths)

@@ -13,10 +13,10 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,10 +27,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treetrain.errors import UnsupportedModel
-from treetrain.linear_attention.paths import Paths
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.layout import FULL, AttentionRange
 
+T = TypeVar("T")
 INTERFACE = "treetrain"
 RUN_KEYWORD = "treetrain_run"
 # Keyword arguments that transformers' layers pass to attention and that do not change what a token sees.
@@ -66,31 +66,35 @@ class AttentionBackend(Protocol):
         ...
 
 
-class RouterRun(Protocol):
-    """Intercepts the routers of one forward."""
-
-    def route(self, router: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Called in place of the forward of a router (see `moe.Router`)."""
-        ...
-
-
 class TreeRun:
     """Everything that the layers of one forward need, and a record of the layers that ran."""
 
-    def __init__(self, attention: AttentionBackend, tokens: int, positions: Int64[Tensor, " N"] | None = None):
+    def __init__(
+        self,
+        attention: AttentionBackend,
+        tokens: int,
+        positions: Int64[Tensor, " N"] | None = None,
+        extras: Sequence[object] = (),
+    ):
         self.attention = attention
         self.tokens = tokens
         self.positions = positions
         """Every token's position on its path."""
         self.layers_seen: set[int] = set()
-        self.layers_twice: set[int] = set()
-        """Layers that called attention more than once; layers that backward runs again are counted here too."""
-        self.recurrent_twice: set[int] = set()
-        """The same for recurrent layers."""
-        self.routers: RouterRun | None = None
-        """Intercepts the routers of experts; None leaves them as they are."""
-        self.paths: Paths | None = None
-        """The paths that recurrent layers follow; None in a model without such layers."""
+        self.repeated: dict[int, tuple[str, str]] = {}
+        """Layers that called attention or recurrence more than once, with what they did and what it hands on. Layers
+        that backward runs again are here too."""
+        self._extras = extras
+
+    def saw(self, layer: int, call: str, hands_on: str) -> None:
+        """Record that a layer has called its attention or recurrence."""
+        if layer in self.layers_seen:
+            self.repeated[layer] = call, hands_on
+        self.layers_seen.add(layer)
+
+    def extra(self, kind: type[T]) -> T | None:
+        """The extra of a class that layers of some kind need; None if the run has none."""
+        return next((x for x in self._extras if isinstance(x, kind)), None)
 
 
 @contextmanager
@@ -178,7 +182,7 @@ def _tree_attention(
     query = _scaled_by_position(module, query, run.positions)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = getattr(module, "layer_idx", id(module))
-    (run.layers_twice if layer in run.layers_seen else run.layers_seen).add(layer)
+    run.saw(layer, "calls its attention", "set of keys and values")
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     return run.attention(q, k, v, scale, layer, spec, s_aux).unsqueeze(0), None
 

@@ -137,6 +137,11 @@ class KVCacheView:
         self._tails: dict[int, Rows] = {}
         self._own, self._own_rows = cache.as_rows(exported), cache.as_rows(exported_rows)
 
+    @property
+    def row_of(self) -> Int64[np.ndarray, " M"]:
+        """The row of every token of the plan, -1 for those that are not held."""
+        return self._cache.row_of
+
     def read(
         self, layer: Hashable, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], tail: int | None = None
     ) -> tuple[Float[Tensor, "P G D"], Float[Tensor, "P G V"]]:

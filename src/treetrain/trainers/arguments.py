@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import (
 
 from treetrain.data.advantages import group_advantages
 from treetrain.data.once import checked_count
-from treetrain.engine.distributed import wait_for_ranks
+from treetrain.engine.extensions.process_group import wait_for_ranks
 from treetrain.errors import nearest
 from treetrain.planning.make import Bytes, parse_budget
 from treetrain.trainers.run_folder import check_name

@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as distributed_sa
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
-from treetrain.engine.distributed import Ranks
+from treetrain.engine.extensions.process_group import GroupRanks
+from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, shortened
 from treetrain.models.tree_mode import replaced
 from treetrain.trainers.checkpoint_files import (
@@ -451,7 +452,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     @cached_property
     def _ranks(self) -> Ranks:
-        return Ranks(dist.group.WORLD if self.args.world_size > 1 else None)
+        return GroupRanks(dist.group.WORLD) if self.args.world_size > 1 else Ranks()
 
     def _callbacks(self) -> dict[str, Any]:
         """Callbacks with `load_state_dict`, by number and class name."""
@@ -463,7 +464,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
         It must not use collectives that a failure would skip.
         """
-        return self._ranks.agree("the checkpoint", lambda: (None, work()))[1]
+        with self._ranks.together("the checkpoint"):
+            return self._ranks.exchange(work())
 
     def _on_first(self, work: Callable[[], Any]) -> None:
         self._together(work if self.args.process_index == 0 else lambda: None)

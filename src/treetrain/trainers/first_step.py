@@ -296,7 +296,7 @@ def tokens_within(engine: TreeEngine, rows: Rows, seam: Seam) -> int:
     if cost is None:
         return UNCOUNTED_TOKENS
     plan, counts = engine.plan(tree_of(rows.ids, rows.masks)), cost.counts
-    if engine.keeps_graphs(plan):
+    if engine.prepared.keeps_graphs(plan):
         plan = plan.with_all_kept()
     step = sum(bytes for name, bytes in cost.bytes_by(plan).items() if name != "allocator")
     gradients = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)

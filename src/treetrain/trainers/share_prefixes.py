@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 
-from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extensions.process_group import is_sharded
 from treetrain.engine.model_state import switches_of
 from treetrain.engine.score import Scored
 from treetrain.errors import UnsupportedModel
@@ -250,8 +250,7 @@ class PrefixSharing:
         elif self.steps.gradients_wait or gradient_versions(engine.parameters) != step.averaged:
             with engine.ranks.together("the backward of the step's trees"):
                 self._settle(everything)
-                engine.ranks.exchange(None)
-            engine.average_gradients()
+            engine.sharing.average_gradients(engine.parameters)
             step.averaged = gradient_versions(engine.parameters)
 
     def _settle(self, everything: bool) -> None:
@@ -370,7 +369,11 @@ class PrefixSharing:
     def _scored(self, model: nn.Module, head: FusedHead, rows: Rows, kwargs: dict, training: bool) -> Any:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
         # A model with another adapter, with adapters disabled, or with other weights counts as another model.
-        key = id(model), tuple(switches_of(engine).items()), sum(p._version for p in model.parameters())
+        key = (
+            id(model),
+            tuple(switches_of(engine.model, engine.parameters).items()),
+            sum(p._version for p in model.parameters()),
+        )
         # Hooks of parameters see the gradient of every micro-batch.
         hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
         if training:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.engine.executor import gradients_aside
+from treetrain.engine.extensions.parameter_hooks import gradients_aside
 from treetrain.engine.score import Scored
 from treetrain.trainers.batches import Rows, model_inputs, tree_of
 from treetrain.tree.token_tree import TokenTree

@@ -42,8 +42,10 @@ from treetrain.data.columns import columns_of
 from treetrain.data.once import count_once
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.distributed import is_sharded
-from treetrain.engine.engine import LinearEngine, TreeEngine
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extensions.experts import RouterBalance
+from treetrain.engine.extensions.process_group import is_sharded
+from treetrain.engine.linear import LinearEngine
 from treetrain.engine.loss import (
     Facts,
     Loss,
@@ -56,9 +58,8 @@ from treetrain.engine.loss import (
     mean_metrics,
     summed,
 )
-from treetrain.engine.packed import model_device
-from treetrain.engine.routing import RouterBalance
-from treetrain.engine.runtime import expandable_segments
+from treetrain.engine.memory import expandable_segments
+from treetrain.engine.part import model_device
 from treetrain.errors import DataError, expect, nearest, shortened
 from treetrain.losses import PolicyLoss
 from treetrain.models.capability import loaded
@@ -495,7 +496,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[object]:
         # FSDP2 casts by itself.
-        return contextlib.nullcontext() if engine.collective else self.accelerator.autocast()
+        return contextlib.nullcontext() if engine.sharded else self.accelerator.autocast()
 
 
 # ---- Losses, and the facts that they need
@@ -624,14 +625,15 @@ def logprobs(
         own = [rows[number] for number in shares[ranks.rank].tolist()]
         mask = None if every else [row.weights[1:] != 0 for row in own]
         scores: Any = ([],) * (1 + entropies)
-        if own or engine.collective:
+        if own or engine.sharded:
             scores = engine.logprobs(own, return_entropy=entropies, mask=mask)
         return [[one.cpu() for one in column] for column in (scores if entropies else (scores,))]
 
-    if engine.collective:
+    if engine.sharded:
         everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
     else:
-        _, everywhere = ranks.agree("scoring", lambda: (None, own_scores()))
+        with ranks.together("scoring"):
+            everywhere = ranks.exchange(own_scores())
     order = np.argsort(np.concatenate(shares)).tolist()
     columns = ([one for of_rank in everywhere for one in of_rank[column]] for column in range(1 + entropies))
     return [[column[number] for number in order] for column in columns]

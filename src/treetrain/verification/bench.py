@@ -9,8 +9,7 @@ import dataclasses
 import platform
 import statistics
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,18 @@ import torch
 from torch import nn
 
 from treetrain.engine.costs import cost_if_countable, cost_of
-from treetrain.engine.engine import LinearEngine, TreeEngine
-from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, gradient_buffers, scoring_head
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extension import LossExtension
+from treetrain.engine.linear import LinearEngine
+from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import as_loss
-from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.loss_gradients import KnownGradients
+from treetrain.engine.memory import PassCounts
+from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.part import Part, model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.losses import sft
-from treetrain.models.capability import Capabilities, check_model
+from treetrain.models.capability import check_model
 from treetrain.planning.cost import CostModel, budget_share
 from treetrain.planning.make import Bytes
 from treetrain.planning.plan import Plan
@@ -160,53 +164,47 @@ def _synchronise(model: nn.Module) -> None:
         torch.cuda.synchronize()
 
 
-class PaddedRun:
-    """A forest of single rows as one right-padded batch, with the interface of `PackedRun`.
+class PaddedPasses(ModelPasses):
+    """Passes over forests of single rows, each forest as one right-padded batch.
 
     Padding comes after every real token, so causal attention needs no padding mask. Each batch is one stock causal call
     per layer of transformers' own attention, with the same fused head as in all other runs.
     """
 
-    def __init__(
-        self, model: nn.Module, capabilities: Capabilities, layout: PackedLayout, *, routers: Any = None, **_: Any
-    ):
-        if routers is not None:
+    def mode(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Switch nothing: attention is transformers' own."""
+        return contextlib.nullcontext()
+
+    def run(self, part: Part, request: ScoreRequest, *, score: bool = True, idle: bool = False) -> Scores:
+        """See `ModelPasses.run`."""
+        if any(isinstance(extension, LossExtension) for extension in self._extensions):
             raise UnsupportedModel(
                 "padded batches have neither an auxiliary loss of routers, which would count the padding, nor recorded "
                 "experts: set config.output_router_logits=False and leave `experts` out to compare with them"
             )
-        self.attention_calls: Counter[str] = Counter()
-        device = model_device(model)
-        self.model, self.capabilities = model, capabilities
+        layout, device = part.piece.layout, self.device
         row = np.cumsum(layout.positions == 0) - 1
         width = int(layout.positions.max(initial=0)) + 1
         slot = row * width + layout.positions
         ids = np.zeros((int(row[-1]) + 1 if len(row) else 0) * width, dtype=np.int64)
         ids[slot] = layout.input_ids
-        self.input_ids = torch.from_numpy(ids.reshape(-1, width)).to(device)
-        self.edges = Edges(
+        edges = Edges(
             rows=torch.from_numpy(slot[layout.rows]).to(device),
             edge_row=torch.from_numpy(layout.edge_row_index).to(device),
             targets=torch.from_numpy(layout.edge_targets).to(device),
         )
-
-    @staticmethod
-    @contextlib.contextmanager
-    def mode(model: nn.Module) -> Iterator[None]:
-        """Switch nothing: attention is transformers' own."""
-        yield
-
-    def scores(self, request: ScoreRequest) -> Scores:
-        """See `PackedRun.scores`."""
-        with scoring_head(self.capabilities, self.edges, request) as calls:
-            self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
+        model = self._model
+        with scoring_head(model.capabilities, edges, request) as calls:
+            model.model(
+                input_ids=torch.from_numpy(ids.reshape(-1, width)).to(device), attention_mask=None, use_cache=False
+            )
         return calls[0].scores
 
 
 class PaddedEngine(LinearEngine):
     """A `LinearEngine` that pads: batches of at most ``pack_tokens`` slots (a longer row runs by itself)."""
 
-    run_type = PaddedRun
+    passes_type = PaddedPasses
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """Fill batches with rows in order of length."""
@@ -245,15 +243,14 @@ def measured_cost(model: nn.Module) -> CostModel:
     """
     cost, capabilities, device = cost_of(model), check_model(model), model_device(model)
     short, long = (min(n, capabilities.max_positions or n) for n in CALIBRATION_TOKENS[device.type])
-    layouts = [_chain(n, capabilities.vocab_size) for n in (min(short, long // 2), long)]
-    times = [_pass_seconds(model, capabilities, layout) for layout in layouts]
+    plans = [_chain(n, capabilities.vocab_size) for n in (min(short, long // 2), long)]
+    times = [_pass_seconds(model, plan) for plan in plans]
     model.zero_grad(set_to_none=True)
-    plans = [Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64)) for layout in layouts]
     predicted = [cost.seconds(plan) - cost.speeds.graph_pass for plan in plans]
     # Noise must not make a device look more than five times as fast as the long pass alone shows.
     slope = max((times[1] - times[0]) / (predicted[1] - predicted[0]), 0.2 * times[1] / predicted[1])
     fixed = max(times[0] - slope * predicted[0], 0.0)
-    speeds, tokens = cost.speeds, " and ".join(str(layout.num_tokens) for layout in layouts)
+    speeds, tokens = cost.speeds, " and ".join(str(plan.layout.num_tokens) for plan in plans)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
     measured = dataclasses.replace(
         speeds,
@@ -267,21 +264,24 @@ def measured_cost(model: nn.Module) -> CostModel:
     return dataclasses.replace(cost, speeds=measured)
 
 
-def _chain(tokens: int, vocabulary: int) -> PackedLayout:
-    """A layout of random tokens, all but the first predicted."""
+def _chain(tokens: int, vocabulary: int) -> Plan:
+    """A row of random tokens in one part, all but the first predicted."""
     ids = np.random.default_rng(0).integers(0, vocabulary, tokens + 1)
-    return pack(build_tree([ids.astype(np.int32)]), np.arange(tokens + 1) > 0)
+    layout = pack(build_tree([ids.astype(np.int32)]), np.arange(tokens + 1) > 0)
+    return Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
 
 
-def _pass_seconds(model: nn.Module, capabilities: Capabilities, layout: PackedLayout) -> float:
-    """The least time of a forward and backward over a layout: other load only adds time."""
-    times = []
+def _pass_seconds(model: nn.Module, plan: Plan) -> float:
+    """The least time of a forward and backward of a plan: other load only adds time."""
+    times, engine = [], TreeEngine(model)
+    extensions = engine.extensions(build_tree([]), balanced=False)
     for _ in range(CALIBRATION_PASSES + 1):
         _synchronise(model)
         start = time.perf_counter()
-        run = PackedRun(model, capabilities, layout)
-        with gradient_buffers(model) as buffers, run.mode(model), torch.enable_grad():
-            torch.stack([x.sum() for x in run.scores(ScoreRequest(buffers=buffers)).live]).sum().backward()
+        table = engine.prepared.table(plan.layout, entropy=False)
+        gradients = KnownGradients(table, torch.ones_like(table.logprobs))
+        passes = ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients)
+        executor_of(passes, plan, gradients=True).train()
         _synchronise(model)
         times.append(time.perf_counter() - start)
     return min(times[1:])  # kernels are compiled in the first

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor, nn
 
-from treetrain.engine.distributed import is_shard
-from treetrain.engine.executor import gradients_aside
+from treetrain.engine.extensions.parameter_hooks import gradients_aside
+from treetrain.engine.extensions.process_group import is_shard
 
 BYTES, SHARE = 32 * 2**20, 1 / 800
 """A sketch of a model's gradients has at most this many bytes, and this many numbers for each weight; so two of them

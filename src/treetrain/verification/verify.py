@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.executor import gradients_aside
+from treetrain.engine.extensions.experts import RouterBalance, by_place, route_as_recorded
+from treetrain.engine.extensions.parameter_hooks import gradients_aside
+from treetrain.engine.extensions.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.engine.loss import Loss, as_loss, needs_logprobs
-from treetrain.engine.packed import model_device
-from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
-from treetrain.engine.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
+from treetrain.engine.part import model_device
 from treetrain.errors import UnsupportedModel, expect
 from treetrain.kernel_checks import relative_error
 from treetrain.losses import sft
@@ -145,7 +145,9 @@ def verify(
     result, gradients = plain.gradients_of(lambda: engine.forward_backward(tree, loss, normaliser), size)
 
     def run_linear() -> float:
-        with tensor_parallel_mode(model, engine.tensor):  # within `gradients_of`, which sets the hooks before it aside
+        with tensor_parallel_mode(
+            model, tensor_parallel_ranks(model)
+        ):  # within `gradients_of`, which sets the hooks before it aside
             return plain.accumulate_gradients(rows, loss, normaliser)
 
     loss_linear, linear = plain.gradients_of(run_linear, size)

@@ -26,11 +26,15 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.context_parallel import Share
+from treetrain.engine.extension import LossExtension
+from treetrain.engine.extensions.context_parallel import Share
+from treetrain.engine.lm_head import Scores
 from treetrain.engine.loss import Metrics, add_metrics
+from treetrain.engine.part import ModelPass
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router
 from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
+from treetrain.planning.plan import Plan
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import TokenTree
 
@@ -104,8 +108,8 @@ class RouterBalance:
         )
 
 
-class Routing:
-    """The routers during one step over a tree.
+class Experts(LossExtension):
+    """The routers during one call over a tree.
 
     Args:
         balanced: whether there is an auxiliary loss.
@@ -118,6 +122,7 @@ class Routing:
 
     def __init__(
         self,
+        model: nn.Module,
         experts: MixtureOfExperts,
         tree: TokenTree,
         device: torch.device,
@@ -126,38 +131,54 @@ class Routing:
         whole: RouterBalance | None = None,
         scale: float | Tensor = 1.0,
     ):
-        self.experts, self._device = experts, device
+        self.experts, self._model, self._device = experts, model, device
         self._recorded = by_place(experts, tree.experts)
         self._counts = trajectories_through(tree) if balanced else None
-        self.balanced, self.needed = balanced, balanced or self._recorded is not None
-        self.scale, self._given = scale, whole
-        self.begin()
-
-    def begin(self) -> None:
-        """Reset the balance: the passes start over."""
-        zeros = [torch.zeros(self.experts.experts or 0, dtype=torch.float64, device=self._device) for _ in range(2)]
+        self.balanced = self.adds = balanced
+        self.scale, self.whole = scale, whole
+        zeros = [torch.zeros(experts.experts or 0, dtype=torch.float64, device=device) for _ in range(2)]
         self.balance = RouterBalance(choices=zeros[0], probabilities=zeros[1], tokens=0.0)
         """The balance of the passes so far."""
-        self.whole, self._collects = self._given, True
+        self._collects, self._gradients = True, False
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether a pass may run backward before all others have run forward."""
-        return not self.balanced or self.whole is not None
+    def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
+        self._gradients = gradients
 
-    def settle(self) -> None:
-        """Call after all tokens have passed the routers. Their balance becomes `whole`, unless one was given."""
-        self._collects = False
-        if self.whole is None and self.balance.tokens:
-            self.whole = self.balance
+    @contextmanager
+    def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
+        """Inside the block, pass every router call to the current run.
 
-    def run(self, tree_index: Int[np.ndarray, " n"], *, final: bool) -> "RouterPass":
-        """The `RouterPass` of one pass.
-
-        Args:
-            tree_index: the tokens of the pass.
-            final: whether this is the run's last pass over these tokens.
+        Raises:
+            UnsupportedModel: within the block, when a router is called outside of any run.
         """
+        routers = self.experts.routers
+        with enclosing_runs(self._model, [router.module for router in routers]) as run, ExitStack() as stack:
+            for router in routers:
+                forward = partial(_in_run, run, router, router.module.forward)
+                stack.enter_context(replaced_forward(router.module, forward))
+            yield
+
+    def before_forward(self, model_pass: ModelPass) -> None:
+        part = model_pass.part
+        # The run's last pass over these tokens is counted.
+        final = part.graph or not self._gradients
+        routers = (
+            self._idle(part.piece.layout.num_tokens)
+            if model_pass.idle
+            else self._pass_over(part.piece.layout.tree_index, final=final)
+        )
+        share = model_pass.extra(Share)
+        routers = routers if share is None else routers.of_share(share)
+        model_pass.extras.append(routers)
+        model_pass.keywords |= routers.begin()
+
+    def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
+        routers = model_pass.extra(RouterPass)
+        assert routers is not None
+        routers.close(outputs)
+        return scores
+
+    def _pass_over(self, tree_index: Int[np.ndarray, " n"], *, final: bool) -> "RouterPass":
         recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
         if self._counts is None:
             return RouterPass(self, recorded, None)
@@ -165,10 +186,20 @@ class Routing:
         collects = final and self._collects
         return RouterPass(self, recorded, on_device(counts, self._device), float(counts.sum()), collects)
 
-    def idle_run(self, tokens: int) -> "RouterPass":
-        """The `RouterPass` of a stand-in; its tokens are not counted."""
+    def _idle(self, tokens: int) -> "RouterPass":
         counts = torch.zeros(tokens, dtype=torch.int64, device=self._device) if self.balanced else None
         return RouterPass(self, None, counts)
+
+    # ---- the auxiliary loss
+
+    @property
+    def known(self) -> bool:
+        return not self.balanced or self.whole is not None
+
+    def settle(self) -> None:
+        self._collects = False
+        if self.whole is None and self.balance.tokens:
+            self.whole = self.balance
 
     @property
     def loss(self) -> Float64[Tensor, ""]:
@@ -176,7 +207,6 @@ class Routing:
         return self.balance.share_of(self.whole or self.balance) if self.balance.tokens else self.balance.choices.sum()
 
     def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
-        """A step's loss and metrics plus the auxiliary loss."""
         if not self.balanced:
             return total, sums
         # Parts and ranks have shares of one loss, so their weights add up to 1.
@@ -188,21 +218,9 @@ class Routing:
         return counts.double()[:, None] * (self.scale * (self.whole or self.balance).slope)
 
 
-@contextmanager
-def switched(model: nn.Module, experts: MixtureOfExperts | None, routing: Routing | None) -> Iterator[None]:
-    """Inside the block, pass every router call to the current run, if the step needs it.
-
-    Raises:
-        UnsupportedModel: within the block, when a router is called outside of any run.
-    """
-    if experts is None or routing is None or not routing.needed:
-        yield
-        return
-    with enclosing_runs(model, [router.module for router in experts.routers]) as current_run, ExitStack() as stack:
-        for router in experts.routers:
-            forward = partial(_in_run, current_run, router, router.module.forward)
-            stack.enter_context(replaced_forward(router.module, forward))
-        yield
+def has_work(experts: MixtureOfExperts, tree: TokenTree, *, balanced: bool) -> bool:
+    """Whether routers must be watched or told something: for an auxiliary loss, or recorded choices."""
+    return balanced or by_place(experts, tree.experts) is not None
 
 
 def _in_run(
@@ -215,7 +233,8 @@ def _in_run(
             "part of a layer?), so its recorded experts and auxiliary loss are not known; put the checkpointing around "
             "whole layers."
         )
-    return forward(*args, **kwargs) if run.routers is None else run.routers.route(router, forward, *args, **kwargs)
+    routers = run.extra(RouterPass)
+    return forward(*args, **kwargs) if routers is None else routers.route(router, forward, *args, **kwargs)
 
 
 def by_place(
@@ -236,7 +255,7 @@ def by_place(
 class RouterPass:
     """The routers during one pass."""
 
-    routing: Routing
+    routing: Experts
     recorded: Int64[Tensor, "n P k"] | None
     """Recorded experts."""
     counts: Int64[Tensor, " n"] | None
@@ -345,7 +364,7 @@ class _Balanced(torch.autograd.Function):
     """A router's weights, unchanged; backward gives its probabilities the auxiliary loss's gradient."""
 
     @staticmethod
-    def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, routing: Routing):
+    def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, routing: Experts):
         ctx.counts, ctx.routing, ctx.dtype = counts, routing, probabilities.dtype
         return weights.clone()
 

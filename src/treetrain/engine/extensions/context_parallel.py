@@ -28,11 +28,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.engine.distributed import Ranks
+from treetrain.engine.extension import Extension
 from treetrain.engine.lm_head import Scores, Statistics
+from treetrain.engine.part import LayoutArrays, ModelPass
+from treetrain.engine.ranks import Ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
 from treetrain.models.recurrent_layers import recurrent_heads
+from treetrain.models.tree_mode import AttentionBackend
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.layout import PackedLayout
 
@@ -76,19 +79,19 @@ class Share:
         first, last = np.searchsorted(layout.edge_row_index, [first, last])
         self._edges = slice(int(first), int(last))
 
-    def arrays(self) -> list[np.ndarray]:
-        """int64 arrays: ids and positions of the tokens; rows, row of each edge and targets, as in `Edges`."""
+    def arrays(self) -> LayoutArrays:
+        """The arrays of this rank's tokens and edges, numbered within the share."""
         layout, none = self.layout, slice(0, 0)
         rows, edges = (self._rows, self._edges) if self._scored else (none, none)
         tokens = [np.zeros(self.size, np.int64) for _ in range(2)]
         for padded, own in zip(tokens, (layout.input_ids[self._tokens], layout.positions[self._tokens])):
             padded[: len(own)] = own
-        return [
+        return LayoutArrays(
             *tokens,
             layout.rows[rows] - self._tokens.start,
             layout.edge_row_index[edges] - rows.start,
             layout.edge_targets[edges].astype(np.int64, copy=False),
-        ]
+        )
 
     def coefficients(self, whole: Float[Tensor, " E"] | None) -> Float[Tensor, " e"] | None:
         """This rank's part of gradients that are known before the pass, times the number of ranks."""
@@ -161,6 +164,27 @@ class _Join(torch.autograd.Function):
         return grad[ctx.place] * ctx.factor, None, None, None
 
 
+class ContextParallel(Extension):
+    """Runs the model on this rank's tokens of every part."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+
+    def before_forward(self, model_pass: ModelPass) -> None:
+        if model_pass.idle:  # these ranks have the same passes, so they run it together, each over the whole token
+            return
+        share = Share(self._ranks, model_pass.part.piece.layout, score=model_pass.scores)
+        model_pass.extras.append(share)
+        model_pass.arrays = share.arrays()
+        model_pass.attention = HeadExchange(model_pass.attention, share)
+        coefficients = share.coefficients(model_pass.request.coefficients)
+        model_pass.request = replace(model_pass.request, coefficients=coefficients)
+
+    def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
+        share = model_pass.extra(Share)
+        return scores if share is None else share.whole(scores)
+
+
 class HeadExchange:
     """Tree attention over tokens divided among ranks; the caller passes its share of them with all heads.
 
@@ -168,9 +192,8 @@ class HeadExchange:
         attention: the backend of the whole forest, for this rank's share of the heads.
     """
 
-    def __init__(self, attention: Any, share: Share):
+    def __init__(self, attention: AttentionBackend, share: Share):
         self._attention, self._share = attention, share
-        self.calls = attention.calls
 
     def __call__(
         self,

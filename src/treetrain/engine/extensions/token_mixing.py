@@ -12,7 +12,6 @@ record: only one that has changed something in a real pass is run again.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -22,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from treetrain.engine.executor import Executor
-from treetrain.engine.packed import PackedRun
-from treetrain.engine.runtime import PassCounts, Runtime
+from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.extensions.recurrence import recurrence_of
+from treetrain.engine.memory import PassCounts
+from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.part import DeviceLayout
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import TreeRun
@@ -45,7 +46,7 @@ _ACCEPTED: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
 @contextmanager
-def token_mixing_checked(runtime: Runtime) -> Iterator[None]:
+def token_mixing_checked(engine: EngineModel) -> Iterator[None]:
     """Check what users put on the model's layers, unless it was checked before; collective for a sharded model.
 
     Adapters and forwards are probed before the block, hooks after it if they have changed anything in its passes.
@@ -53,22 +54,23 @@ def token_mixing_checked(runtime: Runtime) -> Iterator[None]:
     Raises:
         UnsupportedModel: an adapter layer, hook or forward mixes tokens; names it.
     """
-    if not runtime.same_rows.alone:  # these ranks divide the tokens or the weights of a call
+    sharing = engine.sharing
+    if not sharing.same_rows.alone:  # these ranks divide the tokens or the weights of a call
         yield
         return
-    found = _additions(runtime)
+    found = _additions(engine)
     found = {name: (module, what) for name, (module, what) in found.items() if _ACCEPTED.get(module) != what}
     names = {name for name, (_, what) in found.items() if what.adapter or what.forward}
-    if runtime.collective:
-        _, lists = runtime.ranks.agree("looking for adapters", lambda: (None, names))
-        names = set().union(*lists)
+    if sharing.sharded:
+        names = set().union(*sharing.ranks.exchange(names))
     if names:
-        modules = {name: module for name, module in runtime.model.named_modules() if name in names}
-        runtime.passes_with.agree("probing layers", lambda: (_probe(runtime, modules), None))
+        modules = {name: module for name, module in engine.model.named_modules() if name in names}
+        with sharing.passes_with.together("probing layers"):
+            _probe(engine, modules)
     with _observed([module for module, what in found.values() if what.hooks]) as changing:
         yield
     if changing:
-        _probe(runtime, {name: module for name, (module, _) in found.items() if module in changing})
+        _probe(engine, {name: module for name, (module, _) in found.items() if module in changing})
     _ACCEPTED.update({module: what for module, what in found.values()})
 
 
@@ -83,15 +85,15 @@ class _Additions(NamedTuple):
     """The numbers of the hooks' handles; no two hooks of a process have the same."""
 
 
-def _additions(runtime: Runtime) -> dict[str, tuple[nn.Module, _Additions]]:
+def _additions(engine: EngineModel) -> dict[str, tuple[nn.Module, _Additions]]:
     """The modules to which users have added something, by name."""
-    model, head, found = runtime.model, runtime.capabilities.head, {}
+    model, head, found = engine.model, engine.capabilities.head, {}
     whole = {model, causal_lm(model)}  # their outputs are compared with the head's in every pass
     for name, module in model.named_modules():
         fields, adapter, forward, hooks = vars(module), None, None, ()
         if "_active_adapter" in fields and not fields.get("_disable_adapters"):
             adapter = repr((fields["_active_adapter"], fields.get("merged_adapters")))
-        if not runtime.collective and module is not head:  # `fully_shard` has hooks of its own
+        if not engine.sharing.sharded and module is not head:  # `fully_shard` has hooks of its own
             forward = _reference(fields["forward"]) if "forward" in fields else None
             hooks = *fields["_forward_pre_hooks"], *fields["_forward_hooks"]
         if (adapter or forward or hooks) and module not in whole and not whole & set(fields["_modules"].values()):
@@ -149,40 +151,43 @@ def _other_hooks_off(model: nn.Module, modules: Collection[nn.Module]) -> Iterat
             hooks.update(own)
 
 
-def _probe(runtime: Runtime, modules: dict[str, nn.Module]) -> None:
+def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
     layout = pack(build_tree(_ROWS), trim=False)
     changed = int(np.flatnonzero(layout.input_ids == 1)[0])
     tokens = np.arange(_TOKENS)
     apart = torch.from_numpy((tokens < changed) | (tokens >= layout.ends[changed]))
-    head = runtime.capabilities.head
+    head, model, sharded = engine.capabilities.head, engine.model, engine.sharing.sharded
     probe = _Probe(modules, head, changed, apart)
-    runtime = copy(runtime)
-    runtime.compile_layers, runtime.run_type = False, type("ProbeRun", (_ProbeRun,), {"probe": probe})
     with ExitStack() as stack:
-        stack.enter_context(_buffers_kept(runtime.model))
+        stack.enter_context(_buffers_kept(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if not runtime.collective:
-            stack.enter_context(_other_hooks_off(runtime.model, modules.values()))
-        config: Any = causal_lm(runtime.model).config
+        if not sharded:
+            stack.enter_context(_other_hooks_off(model, modules.values()))
+        config: Any = causal_lm(model).config
         if getattr(config, "output_router_logits", False):  # transformers collects these by hooks
             config.output_router_logits = False
             stack.callback(setattr, config, "output_router_logits", True)
-        Executor(runtime, whole_trees(layout, _TOKENS), PassCounts(), gradients=False).score(None)
-        if probe.of_head is not None and not runtime.collective:  # its forward was replaced during the pass
+        plan, counts = whole_trees(layout, _TOKENS), PassCounts()
+        outer, inner = engine.sharing.extensions(engine.capabilities)
+        extensions = [*outer, *recurrence_of(engine), *inner]
+        passes = _ProbePasses(engine, extensions, counts, None)
+        passes.probe = probe
+        executor_of(passes, plan, gradients=False).score()
+        if probe.of_head is not None and not sharded:  # its forward was replaced during the pass
             with torch.no_grad():
                 probe.compare(probe.names[head], head, *probe.of_head)
 
 
-class _ProbeRun(PackedRun):
-    """A pass in which some modules are called again."""
+class _ProbePasses(ModelPasses):
+    """Passes in which some modules are called again."""
 
     probe: "_Probe"
 
-    def _forward(self, run: TreeRun) -> Any:
+    def call(self, layout: DeviceLayout, run: TreeRun, keywords: dict[str, Any]) -> Any:
         with self.probe.installed():
-            return super()._forward(run)
+            return super().call(layout, run, keywords)
 
-    def _check_layers(self, run: TreeRun) -> None:
+    def check_layers(self, run: TreeRun) -> None:
         """Layers are called several times."""
 
 

@@ -3,7 +3,7 @@
 The ranks hold the same rows and run the same plan. Every rank has all tokens of a part with its share of the heads, of
 the MLPs' columns and of the vocabulary; transformers' hooks combine hidden states. Tree attention and the KV cache
 treat heads independently, so they run unchanged on a rank's heads. The LM head scores its share of the
-vocabulary (`VocabularyShard` in ``lm_head.py``).
+vocabulary (`VocabularyShard`).
 
 Expert parallel (`ep_size`) gives each rank whole experts in place of a share of every expert. Routers stay whole, and
 every rank chooses experts for all tokens. transformers then sends each rank's slice of the tokens to the experts'
@@ -19,16 +19,20 @@ whose plan leaves these norms out (GLM-4-MoE). At the end of a call the ranks co
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from treetrain.engine.distributed import Ranks, is_shard, meshes_of, sharded_modules
-from treetrain.engine.lm_head import VocabularyShard
+from treetrain.engine.extension import Extension
+from treetrain.engine.extensions.process_group import GroupRanks, is_shard, meshes_of, sharded_modules
+from treetrain.engine.lm_head import EdgesOfChunk, Moments, PlainChunk, Slopes, Statistics
+from treetrain.engine.part import ModelPass
+from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, UnsupportedModel
 from treetrain.models.capability import Capabilities, causal_lm, is_plain_linear
 from treetrain.models.tree_mode import replaced_forward
@@ -97,7 +101,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
             f"{name} is tensor parallel over {size} ranks, which hold the same rows: data parallel (group=, "
             "DistributedDataParallel) and context parallel (context=) are not supported beside it; leave them out."
         )
-    ranks = Ranks(meshes[0].get_group())
+    ranks = GroupRanks(meshes[0].get_group())
     _check_plan(lm, ranks, experts=sizes["ep_size"] > 1)
     _check_adapters(model)
     whole = {name: parameter for name, parameter in model.named_parameters() if not is_shard(parameter)}
@@ -156,12 +160,99 @@ def _check_adapters(model: nn.Module) -> None:
                 )
 
 
-def vocabulary_shard(capabilities: Capabilities, ranks: Ranks) -> VocabularyShard | None:
-    """This rank's share of the vocabulary; None if it has all of it, or if the head is not a plain linear layer."""
-    head: Any = capabilities.head
-    if ranks.alone or not is_plain_linear(head) or not is_shard(head.weight) or not capabilities.scores_tokens:
-        return None
-    return VocabularyShard(ranks, capabilities.vocab_size)
+# ---- the head
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """One rank's share of a vocabulary that the ranks divide in order; all shares but the last are equal."""
+
+    ranks: Ranks
+    size: int
+    """Tokens of the whole vocabulary."""
+
+    @property
+    def width(self) -> int:
+        """Tokens in the largest share."""
+        return -(-self.size // self.ranks.size)
+
+    def own(self, weight: Tensor) -> Tensor:
+        """This rank's part of the head's weight or bias, a DTensor."""
+        return weight.to_local()  # type: ignore[operator]
+
+    def chunk(self, own: PlainChunk) -> PlainChunk:
+        """A chunk over the whole vocabulary, from that of this rank."""
+        return ShardedChunk(own, self)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        dist.all_reduce(own, group=self.ranks.group)
+        return own
+
+    def gather(self, own: Shaped[Tensor, "*own"]) -> Shaped[Tensor, " P *own"]:
+        """The tensors of all ranks."""
+        every = own.new_empty(self.ranks.size, *own.shape)
+        dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
+        return every
+
+    def own_edges(self, edges: EdgesOfChunk) -> tuple[EdgesOfChunk, Bool[Tensor, " e"]]:
+        """The edges with targets numbered within the share (0 for targets of other ranks), and a mask of own ones."""
+        target = edges.target - self.ranks.rank * self.width
+        own = (target >= 0) & (target < self.width)
+        return EdgesOfChunk(edges.row, target.where(own, 0)), own
+
+
+class ShardedChunk(PlainChunk):
+    """`PlainChunk` for a sharded vocabulary: every rank has the logits of its share.
+
+    The ranks exchange a few numbers per row and edge, never logits. Each gets the gradient of its own logits.
+    """
+
+    def __init__(self, own: PlainChunk, vocabulary: VocabularyShard):
+        self._own, self._vocabulary = own, vocabulary
+
+    def log_sum_exp(self) -> Float[Tensor, " r"]:
+        return self._vocabulary.gather(self._own.log_sum_exp()).logsumexp(0)
+
+    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
+        own, is_own = self._vocabulary.own_edges(edges)
+        return self._vocabulary.sum(self._own.at(own).where(is_own, 0.0))
+
+    def statistics(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
+        vocabulary, own = self._vocabulary, self._own.moments()
+        own = own._replace(token=own.token + vocabulary.ranks.rank * vocabulary.width)
+        every = Moments(*(vocabulary.gather(x) for x in own))
+        highest, rank = every.highest.max(0)
+        whole = Moments(highest, every.token.gather(0, rank[None])[0], every.total.sum(0), every.squares.logsumexp(0))
+        return whole.statistics(vocabulary.size, lse, edges)
+
+    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+        return self._vocabulary.sum(self._own.entropies(lse))
+
+    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
+        own, is_own = self._vocabulary.own_edges(edges)
+        return self._own.gradient(lse, own, slopes._replace(by_edge=slopes.by_edge.where(is_own, 0.0)))
+
+
+class TensorParallel(Extension):
+    """Corrects the hooks of a divided model around its passes, and scores with this rank's share of the vocabulary."""
+
+    def __init__(self, model: nn.Module, capabilities: Capabilities, ranks: Ranks):
+        self._model, self._ranks = model, ranks
+        head: Any = capabilities.head
+        divided = is_plain_linear(head) and is_shard(head.weight) and capabilities.scores_tokens
+        self._vocabulary = VocabularyShard(ranks, capabilities.vocab_size) if divided else None
+
+    @contextmanager
+    def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
+        with tensor_parallel_mode(self._model, self._ranks):
+            yield
+
+    def before_forward(self, model_pass: ModelPass) -> None:
+        model_pass.request = replace(model_pass.request, vocabulary=self._vocabulary)
+
+
+# ---- gradients
 
 
 def _partial(model: nn.Module) -> list[nn.Module]:

@@ -5,7 +5,7 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 
 import datetime
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, UnsupportedModel
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def wait_for_ranks() -> None:
         ) from error
 
 
-class Ranks:
+class GroupRanks(Ranks):
     """The processes of one group, this one among them.
 
     Args:
@@ -85,13 +86,12 @@ class Ranks:
         UnsupportedModel: the group cannot be divided into such ranks.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None" = None, same_rows: "Ranks | None" = None):
+    def __init__(self, group: "dist.ProcessGroup | None" = None, same_rows: Ranks | None = None):
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._call = ""  # that the ranks make together
         self.lost = False
-        """Whether this process left a pass that the others wait in, so that they cannot be reached any more."""
+        self._calls: list[str] = []
         self._sets = [(rank,) for rank in range(self.size)]
         if same_rows is not None and not same_rows.alone:
             members = dist.get_process_group_ranks(self.group)
@@ -104,21 +104,10 @@ class Ranks:
                 )
             self._sets = [tuple(members.index(member) for member in own) for own in found]
         self.data_rank = next(number for number, own in enumerate(self._sets) if self.rank in own)
-        """The number of this rank's rows among the sets of rows that make up a step."""
-
-    @property
-    def data_size(self) -> int:
-        """How many sets of rows make up a step: all ranks but those with the same rows as others."""
-        return len(self._sets)
+        self.data_size = len(self._sets)
 
     def of_data(self, values: Sequence[T]) -> list[T]:
-        """One of the values by rank for each set of rows."""
         return [values[own[0]] for own in self._sets]
-
-    @property
-    def alone(self) -> bool:
-        """Whether this is the only process."""
-        return self.size == 1
 
     @cached_property
     def _control(self) -> "dist.ProcessGroup | None":
@@ -130,7 +119,6 @@ class Ranks:
         return _made_once(self.group, members, backend="gloo", timeout=CONTROL_TIMEOUT)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank; a collective call."""
         if self.alone:
             return [value]
         if self.lost:
@@ -167,77 +155,54 @@ class Ranks:
             f"another rank has left this pass, by an error of its own or because its process ended: {said}"
         ) from error
 
-    def agree(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Call `make` on every rank, and exchange what the others must know; a collective call.
-
-        Args:
-            what: names the call, in errors.
-            make: returns this rank's result, and what the others must know.
-
-        Returns:
-            this rank's result, and what all ranks sent, by rank.
-
-        Raises:
-            RanksDisagree: `make` failed on another rank.
-            Exception: `make` failed here. The others raise too.
-        """
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """See `Ranks.together`, and ``engine/ranks.py`` for why no rank waits for ever."""
+        if self.alone:
+            yield
+            return
+        self._calls.append(call)
         try:
-            made, sent = make()
+            yield
+            self.exchange(None)
         except Exception as error:
             if not self.lost and not self._knows(error):
-                self.gather((what, f"{type(error).__name__}: {error}", None))
+                self.gather((call, f"{type(error).__name__}: {error}", None))
             raise
-        return made, self._checked(what, self.gather((what, None, sent)))
+        finally:
+            self._calls.pop()
 
-    def _checked(self, what: str, answers: list[Any]) -> list[Any]:
-        """What all ranks sent, by rank, unless one failed. Raises RanksDisagree."""
+    def exchange(self, value: T) -> list[T]:
+        if self.alone:
+            return [value]
+        call = self._calls[-1]
+        answers = self.gather((call, None, value))
         failed = [(rank, error) for rank, (_, error, _) in enumerate(answers) if error is not None]
         if failed:
             rank, error = failed[0]
             others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             stopped = RanksDisagree(
-                f"{what} stopped on all ranks, because of rank {rank} of {self.size}{others}: {error}"
+                f"{call} stopped on all ranks, because of rank {rank} of {self.size}{others}: {error}"
             )
             self._knows(stopped)
             raise stopped
-        check_same("the call", [call for call, _, _ in answers])
+        check_same("the call", [other for other, _, _ in answers])
         return [sent for _, _, sent in answers]
 
-    @contextmanager
-    def together(self, call: str) -> Iterator[None]:
-        """A block in which all ranks fail if one does: see `agree`. It contains one `exchange`, and that at its end.
-
-        Args:
-            call: names the block, in errors.
-        """
-        self._call = call
-        try:
-            yield
-        except Exception as error:
-            if not self.lost and not self._knows(error):
-                self.gather((call, f"{type(error).__name__}: {error}", None))
-            raise
-
-    def exchange(self, value: T) -> list[T]:
-        """Every rank's value, by rank; a collective call within `together`.
-
-        Raises:
-            RanksDisagree: another rank failed before this.
-        """
-        return self._checked(self._call, self.gather((self._call, None, value)))
+    def same(self, settings: dict[str, object]) -> None:
+        answers = self.exchange(settings)
+        for name in settings:
+            check_same(name, [answer[name] for answer in answers])
 
     def _knows(self, error: Exception) -> bool:
-        """Whether these ranks know of an error already, from an `agree` within another one; they do from now on."""
-        told = vars(error).setdefault("_told", set())  # of numbers, so that the error can be pickled
-        known = id(self) in told
-        told.add(id(self))
+        """Whether these ranks know of an error already; they do from now on."""
+        known_to = vars(error).setdefault("_known_to", set())  # of numbers, so that the error can be pickled
+        known = id(self) in known_to
+        known_to.add(id(self))
         return known
 
-    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Replace every gradient by its mean over the ranks; one that no rank has stays None.
-
-        Gradients of 16 bits are added up in float32.
-        """
+    def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients of 16 bits are added up in float32."""
         if self.alone:
             return
         masks = self.gather([p.grad is not None for p in parameters])
@@ -402,7 +367,7 @@ def ranks_of(
         )
     name, shards = type(model).__name__, sharded_modules(model, value_head)
     if not shards:
-        return Ranks(same_rows.group if group is None else group, same_rows)
+        return GroupRanks(same_rows.group if group is None else group, same_rows)
     meshes = meshes_of(model, value_head)
     if len(meshes) != 1:
         raise UnsupportedModel(
@@ -427,4 +392,4 @@ def ranks_of(
         raise UnsupportedModel(
             "the group given is not that of the model's shards; leave it out, and the ranks of the mesh share a step."
         )
-    return Ranks(whole, same_rows)
+    return GroupRanks(whole, same_rows)

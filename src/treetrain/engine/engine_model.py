@@ -1,0 +1,203 @@
+"""A model as an engine sees it: what it can do, what a pass costs, which plans fit into its memory."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from treetrain.engine.costs import compute_dtype, cost_if_countable, cost_of
+from treetrain.engine.deferred import DeferredGradient
+from treetrain.engine.loss_gradients import ScoreTable
+from treetrain.engine.memory import Rollback, Try, free_bytes, tries
+from treetrain.engine.model_state import fingerprint
+from treetrain.engine.part import model_device
+from treetrain.engine.ranks import Sharing
+from treetrain.models.capability import Capabilities, check_model
+from treetrain.planning.cost import CostModel
+from treetrain.planning.devices import AMPLE
+from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
+from treetrain.planning.partition import partition
+from treetrain.planning.plan import Plan
+from treetrain.tree.layout import PackedLayout
+
+LAST_RESORT_TOKENS = 256
+"""The token budget that is tried if no plan is predicted to fit into free memory."""
+PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
+"""For a model that cannot be counted: the fixed cost of a pass in tokens, and a forward's share of a step. Every plan
+within a budget is exact, so a wrong guess costs time only."""
+
+
+def wide_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of log-probabilities and entropies: float32, or float64 for a float64 model."""
+    return torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
+
+
+def plan_of_any_model(layout: PackedLayout, budget: int | None, device: torch.device) -> Plan:
+    """The plan of a model that cannot be counted; without a budget in tokens, parts are of a size that runs well."""
+
+    def seconds(plan: Plan) -> float:
+        passes = plan.num_parts + FORWARD_SHARE * plan.num_prefills
+        return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens
+
+    size = PART_TOKENS["cuda" if device.type == "cuda" else "cpu"]
+    tokens, target = (max(layout.num_tokens, 1), size) if budget is None else (budget, None)
+    return partition(layout, tokens, seconds, part_tokens=target)
+
+
+class EngineModel:
+    """A model, its value head, and the settings of an engine that its passes depend on.
+
+    Args:
+        budget: tokens whose graph may be alive at once, bytes of peak memory, or None for what is free.
+        temperature: divides the logits before the softmax.
+
+    Raises:
+        UnsupportedModel: the model or its value head would not be exact on a tree.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        value_head: nn.Module | None,
+        *,
+        budget: int | Bytes | None,
+        temperature: float,
+        sharing: Sharing,
+    ):
+        self.model, self.value_head, self.sharing = model, value_head, sharing
+        self.budget, self.temperature = budget, temperature
+        self.state: object = None
+        """The fingerprint of the model as it was checked last."""
+        self._cost: tuple[object, CostModel | None] = None, None
+        self.capabilities = self._all = self.check()
+        """What the model can do, of what the current call asks for."""
+
+    def check(self) -> Capabilities:
+        """Check the model if it has changed since the last call: a dropout may have been switched on."""
+        now = fingerprint(self.model, self.value_head)
+        if now != self.state:
+            self._all = check_model(self.model, critics=True, value_head=self.value_head)
+            self.state, self._cost = now, (None, None)
+        return self._all
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model takes its input on."""
+        return model_device(self.model)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model and the value head, each once."""
+        modules = [self.model] if self.value_head is None else [self.model, self.value_head]
+        return list({p: None for module in modules for p in module.parameters()})
+
+    @property
+    def live(self) -> bool:
+        """Whether scores computed now can have gradients."""
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
+
+    def table(self, layout: PackedLayout, *, entropy: bool, statistics: bool = False) -> ScoreTable:
+        """An empty table for the scores of a layout."""
+        dtype = wide_dtype(self.model)
+        return ScoreTable(
+            layout.num_edges, len(layout.rows), dtype, self.device, entropy=entropy, statistics=statistics
+        )
+
+    # ---- plans
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model, counted without running the model; None for a model that cannot be counted."""
+        dtype = compute_dtype(self.model, self.device)
+        if self._cost[0] != dtype:
+            self._cost = dtype, cost_if_countable(self.model)
+        return self._cost[1]
+
+    def plan(self, layout: PackedLayout, budget: int | Bytes | None, *, free: int | None = None) -> Plan:
+        """The fastest plan within a budget.
+
+        Args:
+            budget: tokens, bytes, or None for what the device has free.
+            free: bytes that the device has free, where there is no budget; None if that is unknown.
+
+        Raises:
+            ValueError: bytes that no plan fits into.
+            UnsupportedModel: bytes, and a model that cannot be counted.
+        """
+        if isinstance(budget, Bytes):
+            return make_plan(layout, self.cost or cost_of(self.model), budget=budget)
+        cost = self.cost
+        if cost is None:
+            return plan_of_any_model(layout, budget, self.device)
+        try:
+            return make_plan(layout, cost, budget=budget, free_bytes=free)
+        except ValueError as error:
+            if budget is not None:
+                raise
+            # The user set no bound and predictions can be wrong, so small parts are tried; out of memory is handled.
+            warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
+            return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
+
+    def free_bytes(self) -> int:
+        """Bytes that plans may use now, minus gradients not yet allocated (``.grad`` is None)."""
+        absent = 0
+        for p in self.parameters:
+            grad = p.grad.beneath if isinstance(p.grad, DeferredGradient) else p.grad
+            if p.requires_grad and grad is None:
+                own = getattr(p, "_local_tensor", p)  # the part that this process holds of a sharded parameter
+                absent += own.numel() * own.element_size()
+        return self.sharing.usable_bytes(free_bytes(self.device), absent)
+
+    def has_room(self, plan: Plan, extra: float | None = None) -> bool:
+        """Whether a plan's predicted peak fits the budget or free memory; False if the model cannot be counted.
+
+        Args:
+            extra: further bytes that are optional; `AMPLE` times peak and extra must be free.
+        """
+        if self.cost is None:
+            return False
+        peak = self.cost.peak_bytes(plan)
+        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
+        return peak <= room if extra is None else AMPLE * (peak + extra) <= room
+
+    def keeps_graphs(self, plan: Plan) -> bool:
+        """Whether the graphs of all parts fit at once, into the budget or into free memory."""
+        if plan.num_parts <= 1:
+            return True
+        kept = plan.with_all_kept()
+        return kept.peak_tokens <= self.budget if isinstance(self.budget, int) else self.has_room(kept)
+
+    def keeps_logits(self, plan: Plan) -> bool:
+        """Whether the logits of all scored rows fit in addition to the graphs of a plan, with room to spare.
+
+        Keeping them saves a second product of the head's matrix with every row.
+        """
+        logits = len(plan.layout.rows) * self.capabilities.vocab_size * wide_dtype(self.model).itemsize
+        return self.has_room(plan, extra=logits)
+
+    def keeps_gradients(self, plan: Plan) -> bool:
+        """Whether unsharded gradients fit in addition to a plan, with room to spare, until the step's last backward.
+
+        Where weights are sharded, they are then reduced once instead of after every part.
+        """
+        trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        return self.has_room(plan, extra=trained * wide_dtype(self.model).itemsize)
+
+    # ---- runs
+
+    def rollback(self) -> Rollback:
+        """The `Rollback` of a step that starts now."""
+        return Rollback(self.parameters, self.sharing)
+
+    def tries(self, plan: Plan, rollback: Rollback | None = None) -> Iterator[Try]:
+        """Tries of a plan, and of smaller ones while memory runs out; see `memory.tries`."""
+        first = "no" if plan.scores_first == "no" else "recomputed"
+
+        def smaller(tokens: int) -> Plan:
+            return replace(self.plan(plan.layout, min(tokens, sys.maxsize)), scores_first=first)
+
+        together = not self.sharing.passes_with.alone
+        return tries(plan, None if together else smaller, self.device, rollback)

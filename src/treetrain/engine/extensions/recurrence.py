@@ -1,0 +1,45 @@
+"""Recurrent layers: their states travel from part to part beside the KV cache."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.extension import Extension
+from treetrain.engine.extensions.context_parallel import Share
+from treetrain.engine.lm_head import Scores
+from treetrain.engine.part import ModelPass, model_device
+from treetrain.linear_attention.paths import Paths, StateCache
+from treetrain.models.recurrent_layers import tree_recurrence
+from treetrain.planning.plan import Plan
+
+
+def recurrence_of(engine: EngineModel) -> list[Extension]:
+    """The extension of a model with recurrent layers; none for other models."""
+    return [Recurrence(engine.model)] if engine.capabilities.recurrent_layers else []
+
+
+class Recurrence(Extension):
+    """Gives recurrent layers the paths of a part, and the states that it continues."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._states: StateCache | None = None
+
+    def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
+        self._states = StateCache(plan.layout.num_tokens, plan.cached_states, plan.attach, gradients=gradients)
+
+    @contextmanager
+    def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
+        with tree_recurrence(self._model):
+            yield
+
+    def before_forward(self, model_pass: ModelPass) -> None:
+        part, states = model_pass.part, None
+        if part.cache is not None and self._states is not None:
+            self._states.follow(part.cache.row_of, part.tokens)
+            states = self._states.view(part.tokens, part.attach)
+        exchange = model_pass.extra(Share)
+        model_pass.extras.append(Paths(part.piece.layout, model_device(self._model), states, exchange=exchange))
+        model_pass.keywords["attention_mask"] = None  # recurrent layers would look at a mask

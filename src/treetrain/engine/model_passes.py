@@ -1,0 +1,232 @@
+"""Runs parts on a Hugging Face model in tree mode, with its own top-level forward and its head scoring the edges."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.executor import Executor
+from treetrain.engine.extension import Extension
+from treetrain.engine.lm_head import GradientBuffers, HeadCall, ScoreRequest, Scores, scoring_head
+from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
+from treetrain.engine.memory import PassCounts
+from treetrain.engine.part import DeviceLayout, LayoutArrays, ModelPass, Part, attention_of, model_device
+from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import Capabilities
+from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
+from treetrain.planning.plan import Plan
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import Piece, pack
+
+
+class ModelPasses:
+    """Runs the parts of one plan. The `PartRunner` of an engine.
+
+    Args:
+        extensions: outermost first.
+        table: gets the scores; None runs the layers without the head.
+        gradients: of the loss by the scores; None if they come later (`gradients` may be set) or never.
+        keep_logits: whether the head keeps its logits with the graphs.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        extensions: Sequence[Extension],
+        counts: PassCounts,
+        table: ScoreTable | None,
+        gradients: KnownGradients | None = None,
+        *,
+        keep_logits: bool = False,
+    ):
+        self.counts, self.gradients = counts, gradients
+        self.device = model.device
+        self._model, self._extensions, self._table = model, extensions, table
+        self._keep_logits = keep_logits
+        # FSDP2 unshards weights only during a pass, so their gradients must not be collected over passes.
+        self._buffers = None if model.sharing.sharded else GradientBuffers()
+
+    @contextmanager
+    def passes(self, *, graph: bool, backward: bool) -> Iterator[None]:
+        """See `PartRunner`. Activation checkpointing runs layers again in backward, so tree mode stays on there."""
+        with ExitStack() as stack:
+            stack.enter_context(self.mode(self._model.model))
+            for extension in self._extensions:
+                stack.enter_context(extension.around(graph=graph, backward=backward))
+            if graph and self._buffers is not None:
+                stack.enter_context(self._buffers.collecting(self._model.model))
+            yield
+
+    def mode(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The mode in which the model's attention follows the tree."""
+        return tree_attention(model)
+
+    def forward(self, part: Part) -> Scores:
+        """Run a part forward and hand its scores over.
+
+        Raises:
+            UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
+        """
+        gradients, table = self.gradients, self._table
+        if gradients is not None and not part.graph and not gradients.needs_scores_early:
+            table = None  # a prefill, whose scores are computed when its part runs with graph
+        request = ScoreRequest(
+            temperature=self._model.temperature,
+            need_entropy=table is not None and table.entropies is not None,
+            coefficients=gradients.coefficients(part.piece) if part.graph and gradients is not None else None,
+            buffers=self._buffers,
+            need_statistics=table is not None and table.statistics is not None,
+            keep_logits=self._keep_logits,
+        )
+        scores = self.run(part, request, score=table is not None)
+        if table is not None:
+            self._take(part.piece, scores)
+        return scores
+
+    def begin(self, plan: Plan, *, gradients: bool) -> None:
+        """Tell the extensions that a run of a plan begins; `gradients`: whether its parts run backward too."""
+        for extension in self._extensions:
+            extension.begin(plan, gradients=gradients, idle_pass=self.idle_pass)
+
+    def idle_pass(self) -> Scores:
+        """Run a forward over one token that adds nothing to the result."""
+        layout, none = pack(build_tree([[0, 0]])), np.zeros(0, np.int64)
+        graph = torch.is_grad_enabled()
+        part = Part(Piece(layout, none, none), np.zeros(1, np.int64), -1, None, graph)
+        zeros = torch.zeros(layout.num_edges, device=self.device) if graph else None
+        request = ScoreRequest(temperature=self._model.temperature, coefficients=zeros)
+        return self.run(part, request, idle=True)
+
+    def backward(self, part: Part, output: Scores) -> None:
+        """Run a part backward from the gradients of its scores."""
+        scores = output
+        for extension in self._extensions:
+            extension.before_backward()
+        # Under the caller's autocast, backward would use 16-bit products where forward used float32.
+        with torch.autocast(self.device.type, enabled=False):
+            if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
+                scores.linear_loss.backward()
+                return
+            assert self.gradients is not None
+            known = self.gradients.gradients_of(part.piece)
+            first, edges = scores.logprobs, known.edges
+            if scores.linear_loss is not None:
+                first, edges = scores.linear_loss, torch.ones_like(scores.linear_loss)
+            zeros = None if scores.carrier is None else torch.zeros_like(scores.carrier)
+            pairs = zip(
+                (first, scores.entropies, scores.values, scores.carrier), (edges, known.rows, known.values, zeros)
+            )
+            live = [(x, grad) for x, grad in pairs if x is not None and grad is not None and x.requires_grad]
+            if live:
+                torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
+
+    def run(self, part: Part, request: ScoreRequest, *, score: bool = True, idle: bool = False) -> Scores:
+        """Run one forward; `idle` if it only accompanies those of other processes."""
+        model, capabilities = self._model.model, self._model.capabilities
+        attention = attention_of(part)
+        arrays = LayoutArrays.of(part.piece.layout, score=score)
+        model_pass = ModelPass(part, arrays, attention, request, scores=score, idle=idle)
+        for extension in self._extensions:
+            extension.before_forward(model_pass)
+        layout = DeviceLayout(model_pass.arrays, self.device)
+        run = TreeRun(model_pass.attention, len(layout.input_ids), layout.positions, model_pass.extras)
+        with scoring_head(capabilities, layout.edges, model_pass.request) as calls:
+            outputs = self.call(layout, run, model_pass.keywords)
+        self.check_layers(run)
+        check_head(model, capabilities, calls, outputs.logits)
+        self.counts.attention.update(attention.calls)
+        scores = calls[0].scores
+        for extension in reversed(self._extensions):
+            scores = extension.after_forward(model_pass, outputs, scores)
+        return scores
+
+    def call(self, layout: DeviceLayout, run: TreeRun, keywords: dict[str, Any]) -> Any:
+        """Call the model on a layout."""
+        model, device = self._model.model, layout.input_ids.device
+        before = _random_state(device)
+        # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
+        # does not; tree attention ignores it.
+        keywords = {"attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool).unsqueeze(0), **keywords}
+        with _within_autocast(model):
+            outputs = model(
+                input_ids=layout.input_ids.unsqueeze(0),
+                position_ids=layout.positions.unsqueeze(0),
+                use_cache=False,
+                **{RUN_KEYWORD: run},
+                **keywords,
+            )
+        if not torch.equal(before, _random_state(device)):
+            raise UnsupportedModel(
+                f"{type(model).__name__} draws random numbers in its forward"
+                f"{' in training mode' if model.training else ''}: a shared token would get one draw where every "
+                "row has its own. Switch off what does (an adapter, a hook), or call model.eval()."
+            )
+        return outputs
+
+    def check_layers(self, run: TreeRun) -> None:
+        """Raise UnsupportedModel unless every layer has gone through tree attention (or recurrence) once."""
+        name = type(self._model.model).__name__
+        for layer, (call, hands_on) in sorted(run.repeated.items()):
+            raise UnsupportedModel(
+                f"layer {layer} of {name} {call} several times in a forward; a part of a tree hands one {hands_on} "
+                "per layer to the next, so this would be silently wrong under a budget."
+            )
+        layers = self._model.capabilities.layers
+        if len(run.layers_seen) != layers:
+            raise UnsupportedModel(
+                f"{len(run.layers_seen)} of {layers} layers went through tree attention; the others mix tokens in a "
+                "way that is unknown here and would be silently wrong on a tree."
+            )
+
+    def _take(self, piece: Piece, scores: Scores) -> None:
+        take = self._table.write if self.gradients is None else self.gradients.scored  # type: ignore[union-attr]
+        try:
+            take(piece, scores)
+        except Exception as error:
+            if not any(extension.postpones(error) for extension in self._extensions):
+                raise
+
+
+def executor_of(passes: ModelPasses, plan: Plan, *, gradients: bool) -> Executor[Scores]:
+    """The executor of a plan's passes; a collective call where passes are.
+
+    Args:
+        gradients: whether the parts run backward too.
+    """
+    passes.begin(plan, gradients=gradients)
+    return Executor(plan, passes, passes.device, passes.counts, gradients=gradients)
+
+
+def check_head(model: nn.Module, capabilities: Capabilities, calls: list[HeadCall], logits: Tensor) -> None:
+    """Raise UnsupportedModel unless the model called its head once and returned what the head gave, as declared."""
+    if len(calls) == 1 and calls[0].is_as_declared(logits):
+        return
+    scalar = capabilities.scalar
+    declared = "at a row's last token" if scalar is not None and scalar.pooled else str(capabilities.logit_map)
+    raise UnsupportedModel(
+        f"{type(model).__name__} does not return what its head gives, {declared} (so its configuration says): it was "
+        f"called {len(calls)} times, or its logits are scaled, capped, cut or cast otherwise afterwards; such a head "
+        "is not supported."
+    )
+
+
+def _within_autocast(model: nn.Module) -> AbstractContextManager[None]:
+    """Under autocast, replace a forward that Accelerate has wrapped in autocast by the original one.
+
+    Accelerate wraps a model's forward in one autocast object, which stores the state to restore. A call of the engine
+    within a call of the model would enter that object twice, and autocast would stay on for good.
+    """
+    inner = vars(model).get("_original_forward")
+    if inner is None or not torch.is_autocast_enabled(model_device(model).type):
+        return nullcontext()
+    return replaced_forward(model, inner)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """The state of the generators, which changes when a model draws random numbers."""
+    own = torch.get_rng_state()
+    return own if device.type != "cuda" else torch.cat([own, torch.cuda.get_rng_state(device)])

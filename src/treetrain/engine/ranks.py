@@ -1,0 +1,132 @@
+"""The processes that share the steps of an engine: how the engine sees them. Here, this process alone.
+
+`extensions/process_group.py` has the processes of a group. Why ranks cannot deadlock there, whatever fails on one:
+
+- Ranks wait for one another in `Ranks.exchange` and in collective operations of passes, nowhere else.
+- Every public call runs within `together`. All ranks of a group make the same exchanges in a call, since what decides
+  on an exchange (settings, the kind of call) is compared in the first one. `together` ends with one more.
+- A rank that fails between two exchanges makes exactly one more: `together` sends its error in place of a value. The
+  others, in their next exchange, raise RanksDisagree with it. There is a next one, since `together` ends with one.
+- An error that rises on all ranks at once (their settings differ) makes all of them send it: one exchange again.
+- An error of the loss in the middle of passes that ranks run together is kept until these passes are over. Any other
+  error there ends the group: the process marks it as lost, and the others are told why, or time out.
+
+DataError, ValueError, TypeError and UnsupportedModel rise where they are found, RanksDisagree on all other ranks.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+
+from treetrain.engine.extension import Extension
+from treetrain.models.capability import Capabilities
+from treetrain.tree.layout import PackedLayout
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes of one group, this one among them. This class is a group of one."""
+
+    group: "dist.ProcessGroup | None" = None
+    size = data_size = 1
+    """Processes; sets of rows that make up a step."""
+    rank = data_rank = 0
+    """The number of this process; of its rows among the sets of rows."""
+    lost = False
+    """Whether this process left a pass that the others wait in, so that they cannot be reached any more."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process."""
+        return self.size == 1
+
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """A block in which all ranks fail if one does. `call` names it, in errors."""
+        return nullcontext()
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's value, by rank; a collective call within `together`.
+
+        Raises:
+            RanksDisagree: another rank failed before this.
+        """
+        return [value]
+
+    def same(self, settings: "dict[str, object]") -> None:
+        """Raise RanksDisagree, on all ranks, unless all have the same; a collective call within `together`."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank; a collective call that nothing may fail before."""
+        return [value]
+
+    def of_data(self, values: Sequence[T]) -> list[T]:
+        """One of the values by rank for each set of rows."""
+        return list(values)
+
+    def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its mean over the ranks; one that no rank has stays None."""
+
+
+class Sharing:
+    """How processes share the steps of an engine. This class: one process has everything to itself.
+
+    `extensions/sharing.py` has processes that share steps, hold the same rows, or each hold a part of the weights.
+    """
+
+    ranks = Ranks()
+    """The processes whose rows make up a step."""
+    same_rows = Ranks()
+    """Those of them that hold the same rows and run the same plan (context or tensor parallel)."""
+    sharded = False
+    """Whether the model's weights are sharded, so that passes are collective calls in an order that all ranks share."""
+    divides_parts = 1
+    """The number of processes that divide the tokens of every part; their budgets add up."""
+
+    may_compile = True
+    """Whether layers may run compiled: not where they communicate by hooks."""
+    has_own_rows = True
+    """Whether other processes of the program may hold other rows (not in tensor parallel)."""
+
+    @property
+    def passes_with(self) -> Ranks:
+        """The processes that run every pass together with this one: they wait for one another in it."""
+        return self.ranks if self.sharded else self.same_rows
+
+    def check_model(self, capabilities: Capabilities) -> None:
+        """Raise UnsupportedModel for a model that these processes cannot divide."""
+
+    def extensions(self, capabilities: Capabilities) -> tuple[list[Extension], list[Extension]]:
+        """The extensions of sharing, for a call: those around all others, and those within all others."""
+        return [], []
+
+    def check_rows(self, ranks: Ranks, layout: PackedLayout) -> None:
+        """Raise RanksDisagree, on all of these ranks, unless those that run the same plan have the same layout."""
+
+    def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise UnsupportedModel if hooks would see a rank's own gradients, before these are averaged."""
+
+    def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of weights that several ranks hold as a whole, over these ranks."""
+
+    def usable_bytes(self, free: int, absent: int) -> int:
+        """The bytes that a plan may use.
+
+        Args:
+            free: those that the device has free.
+            absent: those of gradients that are not allocated yet.
+        """
+        return max(free - absent, 0)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait to be reduced over processes, outside of ``.grad``."""
+        return False
+
+    def drop_unreduced(self) -> None:
+        """Drop these gradients: the next reduction would add them to another step."""
