@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treetrain.engine.distributed import own_part
+from treetrain.engine.extensions.process_group import own_part
 
 logger = logging.getLogger(__name__)
 

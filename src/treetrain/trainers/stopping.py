@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from treetrain.engine.distributed import Ranks
+from treetrain.engine.ranks import Ranks
 from treetrain.trainers.skipped_steps import SkippedSteps
 
 
