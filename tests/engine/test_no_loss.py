@@ -49,7 +49,7 @@ def model():
 NO_LOSS = {
     "sft": r"loss='sft' is a name; pass tt.losses.by_name\('sft'\)",
     torch.zeros(()): r"tensor of shape \(\); the engine calls the loss itself.*tt.logprobs\(model, rows\)",
-    tt.losses.grpo: r"loss grpo.* does not take .* If grpo makes a loss, call it and pass what it returns",
+    tt.losses.grpo: r"the class GRPOLoss; pass an instance of it, GRPOLoss\(\)",
     Own: r"the class Own; pass an instance of it, Own\(\)",
     3.5: r"loss is 3.5, which cannot be called; a loss is called as loss\(logprobs, entropies, trajectory\)",
     takes_logits: r"takes_logits\(logits, labels\) does not take \(logprobs, entropies, trajectory\)",

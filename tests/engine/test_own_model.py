@@ -62,7 +62,7 @@ def test_attention_on_a_tree_is_that_of_one_row_at_a_time(name):
         assert len(seen) == packed.num_tokens
         if seen:
             for a, b in zip(got, torch.autograd.grad(total, leaves)):
-                assert relative_error(a, b) <= 1e-12
+                assert (a - b).norm() <= 1e-12 * (b.norm() or 1.0)  # of a row alone they may be 0
 
     every_forest()
 
