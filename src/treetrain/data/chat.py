@@ -294,7 +294,7 @@ def assistant_spans(renderer: "Renderer", messages: Sequence[Message], tools: To
 
 def _completion_span(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str) -> Span:
     """The span of the last message (the assistant's) in `text`, the rendering of `messages`."""
-    start, end = _span_of(renderer, messages, tools, text, len(messages) - 1)
+    start, end = _marked_span(renderer, messages, tools, text, len(messages) - 1)
     start = _after_header(renderer, text, start, 0)
     closed = renderer.last_marker_end(text[start:])
     return start, renderer.end_of_turn(text, end) if closed is None else start + closed
@@ -345,7 +345,11 @@ def _span_of(renderer: "Renderer", messages: Sequence[Message], tools: Tools, te
         closed = renderer.last_marker_end(after)
         if before and text.startswith(before) and text.startswith(after) and (closed or 0) >= len(before):
             return len(before), closed or 0
-    # Otherwise render with a mark in its place, and strip the common prefix and suffix from the text.
+    return _marked_span(renderer, messages, tools, text, turn)
+
+
+def _marked_span(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str, turn: int) -> Span:
+    """The span of one turn: what changes where a mark stands in its place."""
     mark = _private_character(text)
     changed = list(messages)
     changed[turn] = {"role": "assistant", "content": mark}

@@ -11,10 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar
 
 from treetrain.errors import DataError, quoted
 
+Kind = TypeVar("Kind", str, list[Any], dict[str, Any])
 View = Literal["transcript", "calls"]
 Tools = list[dict[str, Any]] | None
 NO_TOOLS: Literal["none"] = "none"
@@ -207,13 +208,7 @@ def key_paths(value: Any, above: str = "") -> Iterator[str]:
         yield above[:-1]
 
 
-@overload
-def field(record: Any, path: str, kind: type[str]) -> str: ...
-@overload
-def field(record: Any, path: str, kind: type[list]) -> list[Any]: ...
-@overload
-def field(record: Any, path: str, kind: type[dict]) -> dict[str, Any]: ...
-def field(record: Any, path: str, kind: type) -> Any:
+def field(record: Any, path: str, kind: type[Kind]) -> Kind:
     """The value at `path`, which must be of this kind. JSON text is parsed where a list or an object is expected.
 
     Raises:
