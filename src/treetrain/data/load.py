@@ -260,10 +260,7 @@ def _sessions(records: Records, session: Callable[[str, Record], Hashable]) -> R
     """The events of every session as one record. A session that is named by a text ends where another begins."""
     held: dict[Hashable, tuple[str, list[Record]]] = {}
     for place, record in records:
-        if isinstance(record, DataError):
-            yield place, record
-            continue
-        if (name := session(place, record)) is None:
+        if isinstance(record, DataError) or (name := session(place, record)) is None:
             yield place, record
             continue
         if isinstance(name, str) and name not in held:

@@ -32,18 +32,14 @@ def read_swe_agent(record: Record, notes: Notes) -> list[Record]:
     History processors shorten earlier observations, so that a step's `query` may differ from the history before it. The
     answers are in the history, which has their tool calls.
     """
-    history = [_swe_message(entry) for entry in objects(record, "history")]
-    answers = [
-        message
-        for message, entry in zip(history, objects(record, "history"))
-        if message["role"] == "assistant" and not entry.get("is_demo")
-    ]
+    entries = objects(record, "history")
+    answers = [_swe_message(one) for one in entries if one.get("role") == "assistant" and not one.get("is_demo")]
     queries = [step.get("query") for step in objects(record, "trajectory")]
     known = {"episode": notes.place} | facts(record)
     if len(answers) != len(queries) or not all(isinstance(query, list) and len(query) > 1 for query in queries):
         if queries:
             notes.add("the queries of the steps do not fit the answers of the history, which is read in their place")
-        return [known | {"messages": history}]
+        return [known | {"messages": [_swe_message(entry) for entry in entries]}]
     calls = [[_swe_message(entry) for entry in objects({"query": query}, "query")] for query in queries]
     return [known | {"messages": [*call, answer], "train": "last"} for call, answer in zip(calls, answers)]
 
@@ -130,11 +126,10 @@ def read_inspect(record: Record, notes: Notes) -> list[Record]:
         events = [event for event in objects(sample, "events") if event.get("event") == "model"]
         name, trial = sample.get("id", number), sample.get("epoch")
         row = {"task_id": name, "trial": trial, "messages": _inspect_messages(sample, attachments, notes)}
-        for score in list(scores.values())[:1]:
-            value = look_up(score, "value")
-            row["reward"] = INSPECT_SCORES.get(value, value) if isinstance(value, str) else value
-            if not isinstance(row["reward"], int | float | None):
-                raise DataError(f"`scores` has the value {quoted(value)}, expected a number or C, I, P, N")
+        value = look_up(next(iter(scores.values()), None), "value")
+        row["reward"] = INSPECT_SCORES.get(value, value) if isinstance(value, str) else value
+        if not isinstance(row["reward"], int | float | None):
+            raise DataError(f"`scores` has the value {quoted(value)}, expected a number or C, I, P, N")
         if len(scores) > 1:
             notes.add("the first of several scores is the reward")
         rows.append(row | ({"tools": events[0]["tools"]} if events and events[0].get("tools") else {}))
@@ -277,16 +272,13 @@ def _dataproto(record: Record) -> list[Record]:
 
 def read_art(record: Record, notes: Notes) -> list[Record]:
     """ART's trajectories or groups of them; every additional history is a row of the same episode."""
+    shared, members = {}, [record]
     if "trajectories" in record:
         shared = {"group": look_up(record, "metadata.id") or notes.place}
         members = tracked(objects(record, "trajectories"), "keys of trajectories", notes)
-    else:
-        shared, members = {}, [record]
     rows = []
     for number, one in enumerate(members):
-        metadata = parsed(one.get("metadata"))
-        group = one.get("group_index", look_up(metadata, "scenario_id"))
-        known = ({} if group is None else {"group": group}) | shared | facts(one)
+        known = picked(one, group=("group_index", "metadata.scenario_id")) | shared | facts(one)
         name = f"{notes.place}/{number}"
         more = objects(one, "additional_histories")
         for part, history in enumerate(chain([one], tracked(more, "keys of additional histories", notes))):

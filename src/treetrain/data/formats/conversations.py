@@ -158,12 +158,9 @@ def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
         if kind in HOSTED_ITEMS:
             notes.add(f"an item of type {kind} is not in the row, since the log lacks what the model saw of it")
             continue
-        if kind not in ALL_ITEMS:
-            if "role" not in item and not isinstance(item.get("content"), str):
-                raise _unknown(number, kind)
-            messages.append(dict(item))  # LangChain's messages have types, too
-            continue
-        if kind == "message" and "type" not in item:
+        if kind not in ALL_ITEMS and "role" not in item and not isinstance(item.get("content"), str):
+            raise _unknown(number, kind)
+        if kind not in ALL_ITEMS or "type" not in item:  # LangChain's messages have types, too
             messages.append(dict(item))
             continue
         role = item.get("role", "assistant") if kind == "message" else "assistant"
