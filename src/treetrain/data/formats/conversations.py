@@ -261,7 +261,7 @@ def _sampled_turns(response: Any, known: Record, notes: Notes) -> list[Record]:
     turns: list[Any] = [None]
     for number, item in enumerate(objects(response, "output") if isinstance(look_up(response, "output"), list) else []):
         kind = item.get("type", "message" if "role" in item else None)
-        if kind not in ALL_ITEMS:
+        if kind not in ALL_ITEMS or (kind == "message" and item.get("content") is None):
             raise _unknown(number, kind)
         if kind in RESULT_ITEMS or item.get("role", "assistant") != "assistant":
             turns.append(None)
