@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treetrain.data.load import load
+from treetrain.data.load import from_messages, load
 from treetrain.errors import DataError
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -215,6 +215,12 @@ def test_calls_of_nemo_gym_with_token_ids_are_their_tokens():
     assert first.ids.tolist() == [5, 6, 7, 8, 9] and second.ids.tolist() == [5, 6, 7, 8, 9, 4, 3]
     assert first.weights.tolist() == [0, 0, 0, 1, 1] and first.rollout_logprobs.tolist() == [0, 0, 0, -0.5, -0.25]
     assert (first.group, first.reward, first.episode) == (1, 1.0, "r")
+    record = json.loads((SAMPLES / "nemo-gym-tokens.jsonl").read_text())
+    answer = record["response"]["output"][3]
+    for odd, message in [({"a": 1}, "item 3 is of type None"), (answer | {"role": True}, "unknown role True")]:
+        record["response"]["output"][3] = odd
+        with pytest.raises(DataError, match=message):
+            from_messages([record])
 
 
 def test_columns_of_trl_are_advantages_and_rewards(read, write_rows):

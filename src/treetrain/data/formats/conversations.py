@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from treetrain.data.formats.tokens import sampled_row
-from treetrain.data.messages import CALL_PARTS, REASONING_PARTS, TEXT_PARTS, unwrapped
+from treetrain.data.messages import CALL_PARTS, REASONING_PARTS, ROLE_ALIASES, ROLES, TEXT_PARTS, unwrapped
 from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, parsed, picked
 from treetrain.errors import DataError, quoted
 
@@ -263,7 +263,10 @@ def _sampled_turns(response: Any, known: Record, notes: Notes) -> list[Record]:
         kind = item.get("type", "message" if "role" in item else None)
         if kind not in ALL_ITEMS or (kind == "message" and item.get("content") is None):
             raise _unknown(number, kind)
-        if kind in RESULT_ITEMS or item.get("role", "assistant") != "assistant":
+        role = item.get("role", "assistant")
+        if role not in (*ROLES, *ROLE_ALIASES):
+            raise DataError(f"item {number} has the unknown role {quoted(role)}; known are {', '.join(ROLES)}")
+        if kind in RESULT_ITEMS or role != "assistant":
             turns.append(None)
         elif turns[-1] is None or item.get("generation_token_ids"):
             turns[-1] = item
