@@ -301,7 +301,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     "long rows, budget": {"length": 120, "budget": 60},
     "long rows, LoRA": {"length": 120, "lora": True},
     "long rows, checkpointing, budget": {"length": 120, "budget": 60, "gradient_checkpointing": True},
-    "long rows, TRL, budget": {"length": 120, "budget": 60, "trl": True, "vocabulary": 8192},
+    "long rows, TRL, budget": {"length": 120, "budget": 60, "trl": True, "vocabulary": 4096, "hidden": 512},
 }
 FAST = ("few tokens, bfloat16", "long rows, TRL, budget")
 
@@ -316,10 +316,10 @@ def test_the_first_step_needs_no_more_memory_with_its_check(case, tmp_path, monk
     shared = draw.integers(2, 40, length).tolist()
     data = [{"input_ids": shared + draw.integers(2, 40, 8 + length // 4).tolist()} for _ in range(4)]
     data = [{**row, "labels": row["input_ids"]} for row in data]
-    for checks in (False, True):
+    for checks in (False, False, True):  # the first also pays for what is checked once in a process
         model = runs.model(
             dtype=wanted.get("dtype", torch.float32),
-            hidden_size=256,
+            hidden_size=wanted.get("hidden", 256),
             intermediate_size=1024,
             max_position_embeddings=1024,
             vocab_size=wanted.get("vocabulary", 512),
@@ -341,7 +341,7 @@ def test_the_first_step_needs_no_more_memory_with_its_check(case, tmp_path, monk
         with CountStorages() as meter:
             trainer.train()
         peaks.append(meter.peak)
-    assert peaks[1] <= 1.1 * peaks[0], [peak / 1e6 for peak in peaks]
+    assert peaks[2] <= 1.1 * peaks[1], [peak / 1e6 for peak in peaks]
 
 
 def test_tokens_of_the_plain_side_follow_the_budget():
