@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _key_and_path(text: str) -> tuple[str, str]:
-    """An argparse type: KEY=PATH."""
+    """Read KEY=PATH, as an argparse type."""
     key, _, path = text.partition("=")
     if not (key and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=PATH, such as reward=result.score, or PATH=VALUE")
@@ -121,7 +121,7 @@ def _key_and_path(text: str) -> tuple[str, str]:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """An argparse type: an integer of `least` or more."""
+    """Make an argparse type that reads an integer of `least` or more."""
 
     def whole_number(text: str) -> int:
         value = int(text) if text.lstrip("-").isdecimal() else None
@@ -133,7 +133,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An argparse type: a JSON object."""
+    """Read a JSON object, as an argparse type."""
     with suppress(ValueError):
         if isinstance(value := json.loads(text), dict):
             return value

@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> "HfArgumentParser":
-    """The options of the command and all `TreeArguments`: a `transformers.HfArgumentParser`."""
+    """Make the parser of the command's own options and of all `TreeArguments`."""
     import torch  # noqa: F401  # gives the clearest error if it is missing
     from transformers import HfArgumentParser
 
@@ -99,7 +99,7 @@ def parse_arguments(argv: Sequence[str]) -> "tuple[Namespace, TreeArguments]":
 
 
 def read_yaml(path: str) -> object:
-    """The value of a YAML file of plain values.
+    """Read a YAML file of plain values.
 
     Raises:
         ValueError: no YAML, no UTF-8, or a key that is there twice.
@@ -135,7 +135,7 @@ def _check_keys(node: "yaml.Node | None", path: str) -> None:
 
 
 def _words(path: str) -> list[str]:
-    """The names and values of a YAML file as command-line words; see `read_yaml` for errors.
+    """Turn the names and values of a YAML file into command-line words; see `read_yaml` for errors.
 
     As words they are converted and checked like flags. `HfArgumentParser.parse_yaml_file` passes values as YAML reads
     them, so that `learning_rate: 1e-5` is a text, and it knows none of the options beside `TreeArguments`.
@@ -157,7 +157,6 @@ LORA_NAMES = {"rank": "r", "lora_r": "r", "alpha": "lora_alpha"}
 
 
 def _adapter(options: dict[str, Any]) -> "LoraConfig":
-    """The `peft.LoraConfig` of `--lora`."""
     from peft import LoraConfig
 
     known = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
@@ -176,7 +175,7 @@ def _adapter(options: dict[str, Any]) -> "LoraConfig":
 
 
 def _trainer(options: Namespace, arguments: "TreeArguments") -> "tuple[TreeTrainer, Sequence[str]]":
-    """The trainer of a run, and notes on its rows."""
+    """Make the trainer of a run; also return notes on its rows."""
     from transformers import EarlyStoppingCallback, TrainerCallback
 
     from treetrain.data.chat import chat_template_text

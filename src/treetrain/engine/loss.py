@@ -47,13 +47,13 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 
 def read_metrics(sums: Metrics) -> dict[str, tuple[float, float]]:
-    """Metrics as floats, in one copy from the device."""
+    """Read metrics as floats, in one copy from the device."""
     numbers = _read(number for pair in sums.values() for number in pair)
     return dict(zip(sums, zip(numbers[0::2], numbers[1::2])))
 
 
 def mean_metrics(sums: Metrics) -> dict[str, float]:
-    """Weighted sums to means; a metric without weight is left out."""
+    """Turn weighted sums into means; a metric without weight is left out."""
     return {name: total / weight for name, (total, weight) in read_metrics(sums).items() if weight != 0}
 
 
@@ -79,7 +79,6 @@ class StepResult:
     flat_tokens: int
     """Tokens summed over the trajectories."""
     unique_tokens: int
-    """Tokens of the tree."""
     computed_tokens: int
     """Tokens that went through the model: tokens of the tree that some wanted prediction depends on."""
     recomputed_tokens: int
@@ -396,7 +395,6 @@ class Facts:
 
     @cached_property
     def weights(self) -> Float[Tensor, " T"]:
-        """Loss weights."""
         return on_device(self._weights, self.device, self.dtype)
 
     @cached_property
@@ -436,7 +434,7 @@ REMEDIES = {
 
 
 def describe(trajectory: Trajectory, number: int) -> str:
-    """How messages name a trajectory: its id, or its number in the batch if it has none."""
+    """Name a trajectory for messages: by its id, or its number in the batch if it has none."""
     return f"trajectory number {number} (from 0)" if trajectory.id is None else f"trajectory {trajectory.id!r}"
 
 
@@ -473,7 +471,7 @@ PROTOCOL = (
 def split_by_trajectory(
     per_prediction: Shaped[Tensor, " T *c"], trajectories: Sequence[Trajectory], used: Bool[np.ndarray, " _"] | None
 ) -> list[Shaped[Tensor, " _ *c"]]:
-    """The numbers of the used predictions, as one tensor [L - 1] or [L - 1, c] per trajectory, 0 at unused ones."""
+    """Split used predictions into one tensor [L - 1] or [L - 1, c] per trajectory, with 0 at unused ones."""
     flat = per_prediction
     if used is not None and not used.all():
         place = on_device(np.flatnonzero(used), flat.device)
@@ -578,7 +576,7 @@ def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
 
 
 def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
-    """Metrics as sums and weights; a plain number has weight 1. Clones: the loss may write into its metrics later."""
+    """Give plain numbers the weight 1. Tensors are cloned, since the loss may write into its metrics later."""
 
     def fixed(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
@@ -588,7 +586,7 @@ def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
 
 
 def name_of(loss: object) -> str:
-    """The name of a function or class, or of the class of any other object."""
+    """Return the name of a function or class, or of any other object's class."""
     loss = loss.inner if isinstance(loss, RowLoss) else loss
     return getattr(loss, "__name__", type(loss).__name__)
 
@@ -647,13 +645,13 @@ def checked_sum(name: str, returned: object) -> tuple[Any, Mapping[str, Any] | N
 
 
 def weighted_means(watched: Mapping[str, Float[Tensor, " T"]], shares: Float[Tensor, " T"]) -> Metrics:
-    """Metrics: weighted means of per-prediction numbers."""
+    """Make metrics of per-prediction numbers: their weighted means."""
     weight = shares.sum()
     return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
 
 
 def extremes(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
-    """Metrics: the largest and the smallest of per-prediction numbers, [T], where the share is not 0."""
+    """Make metrics of per-prediction numbers [T]: the largest and the smallest where the share is not 0."""
     found: Metrics = {}
     trained = shares != 0
     weight = trained.any().to(shares.dtype)

@@ -137,7 +137,7 @@ class ModelState:
         return torch.stack([total.to(sums[0].device) for total in sums])
 
     def _read(self) -> dict[tuple[int, str], Any]:
-        """Copies of buffers and settings, by the identity of what holds them and their name."""
+        """Copy buffers and settings, by the identity of what holds them and their name."""
         found: dict[tuple[int, str], Any] = {}
         configurations: dict[int, Any] = {}
         for root in (self._model, self._value_head):
@@ -155,7 +155,7 @@ class ModelState:
         return found
 
     def _name(self, holder: int) -> str:
-        """The path of a module, or the class of a configuration."""
+        """Name a module by its path, a configuration by its class."""
         for name, module in self._model.named_modules():
             if id(module) == holder:
                 return name or "the model"
@@ -180,7 +180,7 @@ def _copy(buffer: Tensor) -> Tensor:
 
 
 def _checksum(values: Tensor) -> Int64[Tensor, ""]:
-    """The sum of a tensor's bits as 64-bit integers, which wraps around: several times faster than a sum of floats."""
+    """Sum a tensor's bits as 64-bit integers, which wrap around: several times faster than a sum of floats."""
     if is_traceable_wrapper_subclass(values):  # quantised weights that are several tensors
         return values.sum(dtype=torch.float64).view(torch.int64)
     flat = values.detach().reshape(-1)

@@ -93,7 +93,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         return postprocess_batch_func([output], indices=[list(range(len(data)))], data=data)
 
     def _tree_engine(self, data: TensorDict) -> TreeEngine:
-        """The engine with this batch's temperature and budget; making one only checks the model."""
+        """Make the engine with this batch's temperature and budget, which only checks the model."""
         for name in NOT_ON_A_TREE:
             if self._asks(data, name):
                 raise UnsupportedModel(f"the batch has {name}, which no tree supports yet; unset VERL_ENGINE_VENDOR")

@@ -138,7 +138,7 @@ def _tile_class(
 
 
 def _straight(exit_entry: Int64s, counts: list[int]) -> list[bool]:
-    """[levels]: whether exit i starts from exit i of the level before, for all i, as along a chain."""
+    """Say of each level whether exit i starts from exit i of the level before, for all i, as along a chain."""
     own = np.split(exit_entry, np.cumsum(counts)[:-1])
     return [np.array_equal(entries, np.arange(above)) for entries, above in zip(own, [1, *counts])]
 
@@ -204,7 +204,7 @@ def levels_of(parent: Int64[np.ndarray, " P"]) -> Int64[np.ndarray, " P"]:
 
 
 def _padded_sizes(sizes: Int64[np.ndarray, " P"]) -> Int64[np.ndarray, " P"]:
-    """The padded size of each tile: few different sizes, chosen for the least predicted cost."""
+    """Choose the padded size of each tile: few different sizes, at the least predicted cost."""
     found, counts = np.unique(sizes, return_counts=True)
     best, cut = [0.0], [0]
     for stop in range(1, len(found) + 1):
@@ -225,7 +225,7 @@ KEY_EPSILON = 1e-6
 
 
 class _Linear(NamedTuple):
-    """The linear maps of one class, from the state that a tile starts from to its outputs and exit states."""
+    """Maps the state that a tile starts from to its outputs and exit states, for all tiles of one class."""
 
     out: Float[Tensor, "n H C V"]  # R
     of_state: Float[Tensor, "n H C K"]  # P
@@ -269,7 +269,7 @@ def gated_delta(
 
 
 def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, tiles: TileClass) -> _Linear:
-    """The linear maps of the tiles of one class."""
+    """Compute the linear maps of the tiles of one class."""
     n, size = tiles.shape
     q, k, v = (x.index_select(0, tiles.index).view(n, size, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     decay, beta = (x.index_select(0, tiles.index).view(n, size, -1) for x in (decay, beta))
@@ -307,7 +307,7 @@ def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
 
 
 def _states(made: list[_Linear], forest: DeltaTiles, before: Float[Tensor, "H K V"]) -> Float[Tensor, "_ H K V"]:
-    """The state before the roots, then those at the exits, by level."""
+    """Compute the states at the exits, level by level; the state before the roots stands first."""
     found = [before[None]]
     if not len(forest.exit_order):
         return found[0]
@@ -327,13 +327,13 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _spread(products: Float[Tensor, "n J C C"], between: Float[Tensor, "n H C C"]) -> Float[Tensor, "n H C C"]:
-    """Products of the key heads times decays of the value heads."""
+    """Multiply the products of the key heads by the decays of the value heads."""
     n, heads, size, _ = between.shape
     grouped = between.view(n, products.shape[1], -1, size, size)
     return (grouped * products[:, :, None]).view(n, heads, size, size)
 
 
 def _product_plus(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """out + left @ right, over the first two dimensions."""
+    """Return out + left @ right, over the first two dimensions."""
     flat = torch.baddbmm(out.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1))
     return flat.view(out.shape)

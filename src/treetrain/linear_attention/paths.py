@@ -149,7 +149,6 @@ class Taps:
     """The positions of a convolution's taps."""
 
     width: int
-    """T."""
     elsewhere: Int64[Tensor, " b"] | None
     """Tokens whose last T - 1 inputs are not the ones right before them in pre-order; None if there are none."""
     index: Int64[Tensor, "b T"]

@@ -36,7 +36,6 @@ class Call(NamedTuple):
     """Runs that one call scans, on the device: n runs, t tokens in total."""
 
     tokens: int
-    """Number of tokens t."""
     offsets: Int64[Tensor, " _"]
     """Where each run starts among the call's tokens, then t."""
     offsets_cpu: Int64[Tensor, " _"]
@@ -187,7 +186,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, key_size: int, value_si
 
 @lru_cache(maxsize=1)
 def _installed() -> Kernel | None:
-    """The kernel of flash-linear-attention, if it is installed. Warns once about one that cannot be used."""
+    """Return the kernel of flash-linear-attention if it is installed; warn once about one that cannot be used."""
     try:
         version = importlib.metadata.version("fla-core")
     except importlib.metadata.PackageNotFoundError:

@@ -228,7 +228,6 @@ class PolicyLoss(Loss):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """The estimator in `KL_ESTIMATORS`. k1 has no useful gradient."""
     entropy: float = numeric(0.0)
-    """Coefficient of the entropy bonus."""
     log_entropy: bool = False
     """Whether to log the entropy even without a bonus; the head then computes more."""
     importance_cap: float | None = numeric(None, positive=True)
@@ -241,7 +240,6 @@ class PolicyLoss(Loss):
     """Factor of the value loss (see `ValueLoss`); 0.5 is common. Above 0 the model needs a value head, and trained rows
     need returns (and values, for the clip). The value loss has the weights and the normaliser of the policy term."""
     value_clip: float | None = numeric(0.2, high=math.inf)
-    """The clip of the value loss."""
 
     @property
     def clipped(self) -> bool:
@@ -355,7 +353,7 @@ class PolicyLoss(Loss):
 
 
 def _mean_of_row(per_prediction: Float[Tensor, " T"], facts: Facts) -> Float[Tensor, " T"]:
-    """The weighted mean over each prediction's row."""
+    """Take the weighted mean over each prediction's row."""
     return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
 
 

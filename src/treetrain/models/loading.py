@@ -149,7 +149,7 @@ def _preset_config(*, layers: int, hidden: int, feed_forward: int, heads: int, k
 
 
 def _preset_model(name: str, seed: int, dtype: "torch.dtype | str") -> "PreTrainedModel":
-    """The weights are drawn in float32 and then cast, so one seed means the same model in every dtype."""
+    """Draw the weights in float32 and cast them, so one seed means the same model in every dtype."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -231,7 +231,7 @@ def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder of that name; None if it does not exist and the name may be a hub id."""
+    """Return the folder of that name; None if it does not exist and the name may be a hub id."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -247,7 +247,7 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _model_folder(name: str) -> Path | None:
-    """`_local_folder`, which must hold a configuration."""
+    """Return `_local_folder`, and refuse one without a configuration."""
     folder = _local_folder(name)
     if folder is None or (folder / "config.json").is_file():
         return folder
@@ -284,7 +284,7 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
 
 
 def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) -> DataError | UnsupportedModel:
-    """The error to raise in place of one of transformers, or of a library below it."""
+    """Make the error to raise in place of an error of transformers or of a library below it."""
     reason = shortened(" ".join(str(error).split()) or type(error).__name__, 160)
     if isinstance(error, pickle.UnpicklingError):
         return DataError(
@@ -332,7 +332,7 @@ class ClassFound:
     float64: float | None = None
     """Worst relative error of the whole gradient in float64 against separate rows; two digits."""
     float32: float | None = None
-    """The same in float32."""
+    """Worst relative error of the whole gradient in float32."""
     rows_float32: float | None = None
     """Worst error of the separate rows in float32 against float64; only where it makes the bound wider."""
     bfloat16: float | None = None

@@ -25,7 +25,7 @@ class Router(NamedTuple):
 
     module: nn.Module
     name: str
-    """Its path in the model without an adapter."""
+    """The path in the model without an adapter."""
     place: int
     """The index of its layer among the layers with experts."""
 
@@ -38,7 +38,7 @@ class MixtureOfExperts:
     places: int
     """Number of layers with experts."""
     layer_numbers: tuple[int, ...]
-    """The decoder layer numbers of these."""
+    """Numbers of the decoder layers with experts."""
     layers: int
     """Number of all decoder layers."""
     experts: int | None
@@ -139,14 +139,14 @@ def _check_routing(lm: nn.Module, routers: list[Router]) -> None:
 
 
 def _agreed(routers: list[Router], field: str) -> int | None:
-    """The integer that all routers have under this name; None if they differ or lack it."""
+    """Return the integer that all routers have under this name; None if they differ or lack it."""
     values = {getattr(router.module, field, None) for router in routers}
     value = values.pop()
     return value if not values and isinstance(value, int) else None
 
 
 def _auxiliary(lm: nn.Module, config: Any) -> float:
-    """The coefficient of the auxiliary loss that the model's own forward would add."""
+    """Return the coefficient of the auxiliary loss that the model's own forward would add."""
     if not getattr(config, "output_router_logits", False):
         return 0.0
     if not any(hasattr(sys.modules.get(kind.__module__), _LOSS) for kind in type(lm).__mro__):

@@ -35,7 +35,7 @@ Hidden = Float[Tensor, "1 N D"]
 
 
 def _fused_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
-    """Two projections with outputs interleaved by key head (Qwen3-Next)."""
+    """Run a layer of two projections whose outputs are interleaved by key head (Qwen3-Next)."""
     parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
     query, key, value, gate, beta, step = parts
     mixed = torch.cat([x.flatten(2) for x in (query, key, value)], -1)
@@ -44,7 +44,7 @@ def _fused_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
 
 
 def _split_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
-    """One projection for queries, keys and values, one for each other input (Qwen3.5)."""
+    """Run a layer of one projection for queries, keys and values, and one for each other input (Qwen3.5)."""
     mixed, gate = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
     beta, step = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
     out = _gated_delta(layer, mixed, beta.sigmoid(), step, paths)
@@ -52,7 +52,7 @@ def _split_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
 
 
 def _separate_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
-    """A separate projection for each input; beta may be up to 2 (OLMo hybrid)."""
+    """Run a layer of a separate projection for each input; beta may be up to 2 (OLMo hybrid)."""
     mixed = torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], -1)
     beta = layer.b_proj(hidden).sigmoid()
     beta = beta * 2.0 if layer.allow_neg_eigval else beta
@@ -61,7 +61,7 @@ def _separate_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
 
 
 def _short_convolution(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
-    """A convolution between two gates (LFM2)."""
+    """Run a layer of a convolution between two gates (LFM2)."""
     before, after, values = layer.in_proj(hidden).chunk(3, -1)
     gated, weight, bias = (before * values)[0], layer.conv.weight.squeeze(1), layer.conv.bias
     if (ranks := paths.exchange) is not None:
@@ -79,7 +79,7 @@ def _gated_delta(
     step: Float[Tensor, "1 N H"],
     paths: Paths,
 ) -> Float[Tensor, "N H V"]:
-    """The convolution and the rule, in the dtype of `mixed`."""
+    """Run convolution and rule; the result has the dtype of `mixed`."""
     name, dtype = layer.layer_idx, mixed.dtype
     wide = torch.promote_types(dtype, torch.float32)
     mixed, beta, step = mixed[0], beta[0], step[0]
@@ -112,7 +112,6 @@ def _gated_delta(
 def _gated_norm(
     norm: Any, out: Float[Tensor, "N H V"], gate: Float[Tensor, "1 N ..."], hidden: Hidden
 ) -> Float[Tensor, "1 N H*V"]:
-    """The gated norm of every head."""
     size = out.shape[-1]
     return norm(out.reshape(-1, size), gate.reshape(-1, size)).reshape(*hidden.shape[:2], -1)
 
@@ -233,7 +232,7 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
 
 
 def _try_tiny(layer: Any, config: Any) -> str | None:
-    """Run a small layer of the same class by its own forward and by ours; None if they agree, else what is wrong."""
+    """Run a small layer of the same class by its own forward and by ours; say what is wrong if they disagree."""
     small = copy.deepcopy(config)
     try:
         for field, value in _TINY.items():
@@ -305,7 +304,6 @@ def _tree_forward(
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
 ) -> Hidden:
-    """The forward of a recurrent layer in tree mode."""
     name, run = type(layer).__name__, treetrain_run or current_run()
     paths = None if run is None else run.extra(Paths)
     if run is None or paths is None:

@@ -153,7 +153,6 @@ def _tree_attention(
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 N H V"], None]:
-    """The attention interface's function."""
     name, run = type(module).__name__, treetrain_run
     if run is None:
         raise UnsupportedModel(
@@ -302,7 +301,7 @@ def mask_of(mask_function: Callable) -> RangeMask | EmptyMask | None:
 
 
 def _leaves(function: Callable) -> Iterator[Callable]:
-    """The mask functions from which a function is composed."""
+    """List the mask functions from which a function is composed."""
     if function.__qualname__ not in _COMBINATIONS:
         yield function
         return

@@ -49,7 +49,6 @@ class Dispatch:
     unique: int
     """Tokens that one process would compute."""
     rank_of: Int64[np.ndarray, " K"] = field(repr=False)
-    """The rank of every trajectory."""
 
 
 def dispatch(
@@ -134,7 +133,7 @@ class Balancer:
         )
 
     def _rank_of(self, bounds: Int64s) -> Int64[np.ndarray, " K"]:
-        """Every row's rank; rows with nothing to compute join their neighbours."""
+        """Number the rank of every row; rows with nothing to compute join their neighbours."""
         rows, ranks = self._rows, len(bounds) - 1
         rank_of = np.searchsorted(bounds, self._place, side="right") - 1
         rest = np.flatnonzero(self._place < 0)
@@ -232,7 +231,7 @@ def _tokens_needed(tree: TokenTree, ends: Int64[np.ndarray, " C"]) -> _Needed:
 
 
 def _states_needed(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Needed:
-    """Tokens whose hidden state is needed in the LM head, by the rows that use a prediction from it."""
+    """Find the tokens whose hidden state the LM head needs, with the rows that use a prediction from it."""
     first = np.full(tree.num_tokens, len(places), np.int64)
     last = np.full(tree.num_tokens, -1, np.int64)
     index, place = tree.paths()[1], np.repeat(places, tree.trajectory_length)

@@ -106,7 +106,7 @@ def timed_order(ranks: Sequence[Passes]) -> list[tuple[Turn, float]]:
 
 
 def order_seconds(ranks: Sequence[Passes]) -> float:
-    """Seconds of the common order."""
+    """Predict the seconds of the common order."""
     return sum(seconds for _, seconds in timed_order(ranks))
 
 
@@ -218,7 +218,7 @@ def largest_first(plan: Plan, cost: Costs) -> Plan:
 
 
 def _limits(plan: Plan, purpose: Purpose, free_bytes: float | None) -> tuple[int, float | None]:
-    """The tokens that may be alive at once, and the bytes if the budget is not in tokens."""
+    """Return the tokens that may be alive at once, and the bytes if the budget is not in tokens."""
     budget, cost = purpose.budget, purpose.cost
     if isinstance(budget, int):
         return budget, None
@@ -239,7 +239,7 @@ def _in_ranges(
     *,
     whole_rows: bool,
 ) -> Iterator[Candidate]:
-    """The rows cut into contiguous ranges that each fit as one part, from the fewest ranges on."""
+    """Cut the rows into contiguous ranges that each fit as one part; begin with the fewest ranges."""
     fewest = max(2, math.ceil(lay_out(tree).num_tokens / budget))
     balancer = Balancer(tree, purpose.cost, whole_rows=whole_rows)
     for ranges in range(fewest, math.ceil(MOST_RANGES * fewest) + RANGES_OFFERED):

@@ -106,8 +106,6 @@ class Device:
 
 
 class Group(NamedTuple):
-    """The ranks of a collective."""
-
     size: int
     in_node: int
     """How many of them share a node."""

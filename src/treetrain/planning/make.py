@@ -175,7 +175,7 @@ class Budgeted:
         return "\n".join(lines)
 
     def _budgets(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
-        """This plan, and new plans of smaller and larger budgets."""
+        """Compare this plan with new plans of smaller and larger budgets."""
         tokens = plan.layout.num_tokens
         own = tokens if self.tokens is None else self.tokens
         wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, tokens}

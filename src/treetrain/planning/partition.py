@@ -197,7 +197,7 @@ class _Cutter:
         return Plan.of_parts(self.layout, part_of, kept, prefill_limit=self.prefill_limit)
 
     def _need(self, inner: Int64s, owner: Int64s, size: Int64s) -> Int64[np.ndarray, " S"]:
-        """Most tokens alive below each segment's last inner token if all inner tokens below are kept."""
+        """Count the most tokens alive below each segment's last inner token if all inner tokens below are kept."""
         largest = np.zeros(len(inner) + 1, np.int64)  # the last entry is for owner -1
         np.maximum.at(largest, owner, size)
         need, count, above = largest.tolist(), inner.tolist(), self._above

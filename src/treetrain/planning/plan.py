@@ -92,7 +92,6 @@ class Plan:
     layout: PackedLayout
     """The tokens and edges that are computed."""
     part_of: Int64[np.ndarray, " M"]
-    """The part of every token."""
     parent: Int64[np.ndarray, " P"]
     """The part that holds the attach token; -1 at roots."""
     attach: Int64[np.ndarray, " P"]
@@ -275,7 +274,7 @@ class Plan:
         return self._most_held(attached)
 
     def _most_held(self, handed_on: Bools) -> int:
-        """Largest number of these tokens (bool [M]) in parts whose caches are held at once."""
+        """Count the most of these tokens (bool [M]) whose caches are held at once."""
         if self.scores_first == "kept":
             return int(handed_on.sum())
         exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts)

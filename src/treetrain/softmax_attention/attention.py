@@ -100,7 +100,7 @@ def choose_backends(device: torch.device, name: str | None = None) -> tuple[str,
 
 
 def runnable(device: torch.device) -> list[str]:
-    """The backends that can run on a device."""
+    """List the backends that can run on a device."""
     return [name for name in BACKENDS if why_not(name, device) is None]
 
 
@@ -163,7 +163,7 @@ class AttentionTree:
         return chosen(query, key, value, scale, layer, spec, sinks)
 
     def _effective(self, spec: AttentionSpec) -> AttentionSpec:
-        """The spec; a range at least as long as every path of the forest is replaced by full attention."""
+        """Replace a range at least as long as every path of the forest by full attention."""
         if spec not in self._specs:
             cuts = spec.visible_range != FULL and np.asarray(spec.visible_range.lowest(self._forest.depth)).any()
             self._specs[spec] = spec if cuts else AttentionSpec(FULL, spec.softcap)
@@ -213,7 +213,7 @@ class AttentionTree:
         )
 
     def _make(self, name: str, query: Tensor) -> CachedAttention | Exception | None:
-        """The backend of a name, constructed once for all layers; on a GPU the error where that fails."""
+        """Construct a backend, once for all layers. On a GPU an error is returned, so that the next one is tried."""
         place = name, query.device
         if place not in self._made:
             size = query.shape[1] * query.shape[2]

@@ -125,7 +125,7 @@ class PlainKernel:
         return dq, dk, dv
 
     def _scores(self, query, key, rows: slice, causal: bool, mask: Tensor | None, scale: float):
-        """Capped and masked scores [C, G, H/G, q, k], and the derivative of the capped by the plain scores, if any."""
+        """Return capped and masked scores [C, G, H/G, q, k], and the derivative of capped by plain scores, if any."""
         wide, groups, slope = torch.promote_types(query.dtype, torch.float32), key.shape[1], None
         scores = _grouped(query, groups).to(wide) @ key.to(wide).transpose(-1, -2)
         scores = scores.mul_(scale).unflatten(2, (-1, query.shape[2]))
@@ -169,12 +169,12 @@ class FlashKernel:
 
 
 def _multiple_of_8(query: Tensor, value: Tensor) -> int:
-    """The head size that stock flash attention takes."""
+    """Round a head size up to one that stock flash attention takes."""
     return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
 
 
 def _one_piece(query: Tensor, key: Tensor, causal: bool) -> DeviceCall:
-    """A call of all queries [1, H, Q, D] against all keys."""
+    """Make one call of all queries [1, H, Q, D] against all keys."""
     queries, keys = query.shape[2], key.shape[2]
     query_offsets, key_offsets = to_device([np.array([0, n], np.int32) for n in (queries, keys)], query.device)
     return DeviceCall(None, None, query_offsets, key_offsets, (queries, keys), causal)
@@ -198,7 +198,7 @@ def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slic
 
 
 def _kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> Kernel:
-    """The fastest kernel for a layer's device, dtype, head sizes and cap."""
+    """Choose the fastest kernel for a layer's device, dtype, head sizes and cap."""
     if spec.softcap is None and query.device.type == "cpu":
         return StockKernel()
     sixteen_bits = query.dtype in (torch.bfloat16, torch.float16)
@@ -222,7 +222,6 @@ class _BatchTensors:
     filled_tokens: Int64[Tensor, " filled"]
     """The token in each of these slots."""
     mask: Float[Tensor, "C 1 Q K"]
-    """Additive."""
 
 
 class _Calls:
@@ -344,7 +343,7 @@ def _to_tensors(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Batc
 def _gather(
     x: Float[Tensor, "N heads D"], index: Int64[Tensor, " slots"], pieces: int
 ) -> Float[Tensor, "pieces heads _ D"]:
-    """View of gathered rows, in pieces of equal length."""
+    """Gather rows and view them as pieces of equal length."""
     return x.index_select(0, index).view(pieces, -1, *x.shape[1:]).transpose(1, 2)
 
 
@@ -371,7 +370,7 @@ def _forward_calls(
     value: Float[Tensor, "K G V"],
     scale: float,
 ) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "N H"]]:
-    """Output and log-sum-exp over the keys of a schedule."""
+    """Compute output and log-sum-exp over the keys of a schedule."""
     schedule, wide = calls.schedule, torch.promote_types(query.dtype, torch.float32)
     out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=wide)
     lse = query.new_empty(query.shape[:2], dtype=wide)
@@ -396,7 +395,7 @@ def _forward_calls(
 def _backward_calls(
     kernel: Kernel, calls: _Calls, tensors: tuple[Tensor, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query [N, H, D], key [K, G, D] and value [K, G, V] from a schedule's calls, in the wide dtype."""
+    """Compute the gradients of query [N, H, D], key [K, G, D] and value [K, G, V], in the wide dtype."""
     grad_out, query, key, value, out, lse = tensors
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = query.new_empty(query.shape, dtype=wide)
@@ -411,7 +410,7 @@ def _backward_calls(
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
         piece_lse = lse.index_select(0, batch.query_index).view(batch.pieces, -1, lse.shape[1]).transpose(1, 2)
         if batch.filled_slots is not None:
-            do = _silence_padding(do, batch.filled_slots)
+            do = _without_padding(do, batch.filled_slots)
         dq, dk, dv = kernel.backward(do, q, k, v, o, piece_lse, False, batch.mask, scale)
         grad_query.index_copy_(0, batch.filled_tokens, _rows(dq, batch.filled_slots).to(wide))
         grad_key.index_add_(0, batch.key_index, _rows(dk, None).to(wide))
@@ -425,20 +424,20 @@ def _backward_calls(
 
 
 def _piece_backward(kernel: Kernel, tensors, queries: slice, keys: slice, causal: bool, scale: float):
-    """`_call_backward` for some queries against some keys."""
+    """Run `_call_backward` for some queries against some keys."""
     grad_out, query, key, value, out, lse = tensors
     pieces = grad_out[queries], query[queries], key[keys], value[keys], out[queries], lse[queries]
     return _call_backward(kernel, pieces, causal, scale)
 
 
 def _call_backward(kernel: Kernel, tensors: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Gradients of one unbatched call, [n, heads, size] each, from the global output and log-sum-exp."""
+    """Compute the gradients [n, heads, size] of one unbatched call from the global output and log-sum-exp."""
     do, q, k, v, o = (_heads_first(x) for x in tensors[:5])
     grads = kernel.backward(do, q, k, v, o, tensors[5].t().unsqueeze(0), causal, None, scale)
     return tuple(_heads_last(grad) for grad in grads)
 
 
-def _silence_padding(
+def _without_padding(
     grad_out: Float[Tensor, "C H Q V"], filled_slots: Int64[Tensor, " filled"]
 ) -> Float[Tensor, "C H Q V"]:
     """Zero the output gradient of padded query slots, so that they add nothing to any key's gradient."""

@@ -50,7 +50,6 @@ class Forest:
     ends: Int64[np.ndarray, " N"]
     """Exclusive subtree end of every token."""
     depth: Int64[np.ndarray, " N"]
-    """Position of every token on its path."""
     segment_parent: Int64[np.ndarray, " S"]
     """Parent segment, -1 at roots; a child continues the last token of its parent."""
     segment_start: Int64[np.ndarray, " S+1"]
@@ -143,7 +142,7 @@ class _Segments:
 
 
 def _subtree_max_depth(forest: Forest) -> list[int]:
-    """[S] largest depth in each segment's subtree."""
+    """Find the largest depth [S] in each segment's subtree."""
     deepest, parents = forest.depth[forest.segment_start[1:] - 1].tolist(), forest.segment_parent.tolist()
     for s in range(len(deepest) - 1, 0, -1):
         parent = parents[s]
@@ -153,7 +152,7 @@ def _subtree_max_depth(forest: Forest) -> list[int]:
 
 
 class _Costs:
-    """Predicted cost of the pieces, in query-key pairs."""
+    """Predicts the cost of pieces, in query-key pairs."""
 
     def __init__(self, forest: Forest, call_pairs: float):
         self.call = call_pairs
@@ -454,7 +453,7 @@ def fork_blocks(
 
 
 def _light_depth(parent: Int64[np.ndarray, " S"], max_depth: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
-    """Largest depth in the light subtrees of each segment's fork; -1 if it has none."""
+    """Find the largest depth in the light subtrees of each segment's fork; -1 if it has none."""
     found = np.full(len(parent), -1, dtype=np.int64)
     light = np.flatnonzero((parent >= 0) & (parent != np.arange(len(parent)) - 1))
     np.maximum.at(found, parent[light], max_depth[light])
@@ -524,7 +523,7 @@ def local_schedule(
 
 
 def _below_tail(forest: Forest, tail: int) -> Forest:
-    """The forest with the last `tail` tokens of the path above it put in front."""
+    """Put the last `tail` tokens of the path above the forest in front of it."""
     if not tail:
         return forest
     count, first = len(forest.ends), int(forest.depth[0])
@@ -537,7 +536,7 @@ def _below_tail(forest: Forest, tail: int) -> Forest:
 
 
 def _tile_stop(depth: Int64[np.ndarray, " N"], lowest: Int64[np.ndarray, " N"], start: int, queries: int) -> int:
-    """The end of the tile from `start`: at most `queries` tokens, whose depths and lowest visible depths are close."""
+    """Find the end of the tile from `start`: at most `queries` tokens of similar depth and lowest visible depth."""
     near, low = depth[start : start + queries], lowest[start : start + queries]
     shallow = np.minimum.accumulate(near) < near[0] - queries
     spread = np.maximum.accumulate(low) - np.minimum.accumulate(low) > queries
@@ -555,7 +554,7 @@ def _tile(
     call_pairs: float,
     rectangles: list[tuple[int, int, int, int]],
 ) -> Tile:
-    """A tile with the keys that it gathers. Appends the stretches that are computed unmasked to `rectangles`."""
+    """Make a tile with the keys that it gathers; append stretches that are computed unmasked to `rectangles`."""
     depth, low = depth[start:stop], lowest[start:stop]
     own, shallowest, least, most = int(depth[0]), int(depth.min()), int(low.min()), int(low.max())
     queries = stop - start

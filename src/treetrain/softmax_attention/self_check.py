@@ -63,7 +63,7 @@ def failure_of_backend(
 
 
 def _layout(path: int) -> PackedLayout:
-    """The forest below a path of some tokens (0: its two trees are roots)."""
+    """Lay out the forest below a path of some tokens (0: its two trees are roots)."""
     ids = iter(range(1, 10_000))
 
     def tokens(count: int) -> list[int]:
@@ -85,7 +85,7 @@ def _errors(
     sinks: bool,
     below_path: bool,
 ) -> dict[str, float]:
-    """Relative errors of the output and of all gradients."""
+    """Compute the relative errors of the output and of all gradients."""
     path = PATH if below_path else 0
     layout = _layout(path)
     count, (query_heads, groups), (size, value_size) = layout.num_tokens, heads, sizes

@@ -78,15 +78,13 @@ def shapes_for(size: int, dtype: torch.dtype) -> Shapes:
 
 
 class _Lists(NamedTuple):
-    """`tile_lists.Lists` on the device."""
-
     order: Int32[Tensor, " T"]
     bounds: Int32[Tensor, "T 3"]
     tiles: Int32[Tensor, " P"]
 
 
 class _Tables(NamedTuple):
-    """The device tensors that all layers of one visible range share."""
+    """Holds the device tensors that all layers of one visible range share."""
 
     ends: Int32[Tensor, " K"]
     depth: Int32[Tensor, " K"]
@@ -199,19 +197,19 @@ class TritonTreeAttention(CachedAttention):
 
 
 def _power(size: int) -> int:
-    """The size to which a kernel pads heads."""
+    """Return the size to which a kernel pads heads."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def _precision(query: Tensor) -> str:
-    """The precision of float32 products: exact unless PyTorch's settings allow TF32; see `triton_kernels._dot`."""
+    """Name the precision of float32 products: exact unless PyTorch's settings allow TF32; see `triton_kernels._dot`."""
     if query.device.type == "cpu":
         return "widened"
     return "tf32" if query.dtype != torch.float32 or tf32_is_allowed() else "ieee"
 
 
 def _delta(out: Float[Tensor, "N H V"], grad_out: Float[Tensor, "N H V"]) -> Float32[Tensor, "H N"]:
-    """Output times its gradient, summed over the head dimension."""
+    """Multiply the output by its gradient and sum over the head dimension."""
     count, heads, size = out.shape
     delta = out.new_empty((heads, count), dtype=torch.float32)
     if count:

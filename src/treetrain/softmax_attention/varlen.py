@@ -77,7 +77,6 @@ def pieces_of(forest: Forest) -> Pieces:
 def _light_depth(
     parent: Int64[np.ndarray, " S"], top: Int64[np.ndarray, " S"], tops: Int64[np.ndarray, " chains"]
 ) -> Int64[np.ndarray, " chains"]:
-    """The light depth of each chain."""
     above = parent[tops]
     above = np.where(above >= 0, np.searchsorted(tops, top[above]), -1)
     depth, at = np.zeros(len(tops), np.int64), above
@@ -99,7 +98,6 @@ class Call(NamedTuple):
     """One varlen call as host arrays: sequence c of queries sees sequence c of keys."""
 
     queries: Int64[np.ndarray, " q"]
-    """Query tokens."""
     keys: Int64[np.ndarray, " k"]
     """Key tokens, once for each sequence that they are in."""
     query_offsets: Int64[np.ndarray, " C+1"]
@@ -274,7 +272,7 @@ def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
 
 
 class _Filled:
-    """Query, key and value padded with zeros to one head size that the kernel supports; scores do not change."""
+    """Pads query, key and value with zeros to one head size that the kernel supports; scores do not change."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor):
         self._size = -(-max(query.shape[2], value.shape[2]) // 8) * 8

@@ -33,7 +33,6 @@ class Case:
     """A loss, and the same loss written out per token to check it."""
 
     loss: Loss | LossProtocol
-    """The loss for `TreeEngine.forward_backward`."""
     per_token: linear.RowLoss | None = None
     reduction: str = "token"
     temperature: float = TEMPERATURE
@@ -191,7 +190,7 @@ def errors_of(
 
 
 def _errors(model, rows: Rows, cases: Sequence[Case], engines, truth, *, losses: bool = True) -> list[float]:
-    """Errors of all cases with the first engine, then with the next."""
+    """List the errors of all cases with the first engine, then with the next."""
     found = []
     for engine in engines:
         for case, (loss, gradient) in zip(cases, truth):

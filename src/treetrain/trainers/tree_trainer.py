@@ -200,7 +200,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             self.loss, self._compute = policy, self._compute - {OLD}
 
     def _reference(self, given: nn.Module | None) -> TreeEngine | None:
-        """The engine of the reference policy; None if none is needed, or it is the model without its adapter."""
+        """Make the engine of the reference policy; None without one, or if it is the model without its adapter."""
         if given is None:
             if REFERENCE not in self._compute or hasattr(self.model, "disable_adapter"):
                 return None
@@ -292,7 +292,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     @contextlib.contextmanager
     def _scoring(self, fact: str) -> Iterator[TreeEngine]:
-        """The engine of the old or the reference policy, depending on the fact."""
+        """Give the engine of the old or the reference policy, depending on the fact."""
         engine = self._engine_of(self.model_wrapped)
         adapter = contextlib.nullcontext()
         if fact == REFERENCE and self._ref_engine is None:
@@ -346,7 +346,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._batch.stopped = limit is not None and result.metrics.get("approx_kl", 0.0) > limit
 
     def _routing(self, calls: list[dict[str, Any]]) -> RouterBalance | None:
-        """Router choices over all tokens of a step of several calls; None for one call or no auxiliary loss."""
+        """Count the routers' choices over a step of several calls; None for one call or without an auxiliary loss."""
         engine = self._engine_of(self.model_wrapped)
         if not engine.capabilities.auxiliary or len(calls) == 1:
             return None
@@ -366,7 +366,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         super().log(logs, start_time)
 
     def _numbers_since_log(self) -> dict[str, float]:
-        """Sums, extremes (names ending in `_max` and `_min`) and means over the steps since the last log."""
+        """Summarise the steps since the last log: sums, extremes (names ending in `_max` and `_min`) and means."""
         steps, self._steps = self._steps, []
         logs: dict[str, float] = {}
         for name in dict.fromkeys(name for step in steps for name in step):
@@ -488,7 +488,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     # ---- Models, engines, optimisers ----
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
-        """The engine of the model in its present wrapper."""
+        """Return the engine of the model in its present wrapper."""
         # FSDP2 shards a model in place: it stays the same object but changes its class.
         if self._engine is None or self._engine_model != (model, type(model)):
             self._engine, self._engine_model = engine_of(model, self.args), (model, type(model))
@@ -503,7 +503,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
 
 def _check_rows(name: str, rows: Sequence[Trajectory] | None) -> None:
-    """Raise DataError for rows that are no trajectories, and where there are none."""
+    """Raise DataError unless there are rows and all of them are trajectories."""
     if rows is None:
         return
     if not len(rows):
@@ -515,7 +515,7 @@ def _check_rows(name: str, rows: Sequence[Trajectory] | None) -> None:
 
 
 def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
-    """The engine of a run, on its model or on the reference policy."""
+    """Make the engine of a run for its model or for the reference policy."""
     group = dist.group.WORLD if args.world_size > 1 and not is_sharded(model) else None
     options: dict[str, Any] = {"temperature": args.temperature, "group": group, "compile_layers": args.compile_layers}
     if args.execution == "tree":
@@ -526,7 +526,7 @@ def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
 
 
 def checked_loss(args: TreeArguments, given: Loss | LossProtocol | None) -> Loss:
-    """The given loss, or the one that the arguments name. Raises ValueError."""
+    """Return the given loss, or make the one that the arguments name. Raises ValueError."""
     if given is not None and (args.loss != "sft" or args.loss_kwargs):
         raise ValueError(f"a loss is given, and args name {args.loss!r} with {args.loss_kwargs}; give one of them")
     if given is None:
@@ -549,7 +549,7 @@ def checked_loss(args: TreeArguments, given: Loss | LossProtocol | None) -> Loss
 
 
 def needed_facts(loss: Loss) -> tuple[str, ...]:
-    """Names of the per-token facts that a loss needs."""
+    """Name the per-token facts that a loss needs."""
     return tuple(name for name in loss.needs if name in PER_TOKEN_FACTS)
 
 
@@ -598,7 +598,7 @@ def missing_facts(rows: Sequence[Trajectory], loss: Loss, computed: Collection[s
 
 
 def on_policy(loss: Loss) -> PolicyLoss | None:
-    """The loss with on-policy updates (ratio 1), which need no old log-probabilities; None if it has no such form."""
+    """Return the loss with ratio 1, which needs no old log-probabilities; None if it has no such form."""
     return dataclasses.replace(loss, on_policy=True) if isinstance(loss, PolicyLoss) else None
 
 
@@ -640,7 +640,7 @@ def logprobs(
 
 
 def with_fact(row: Trajectory, fact: str, scores: Float[np.ndarray, " predictions"]) -> Trajectory:
-    """A row with log-probabilities that were computed for it."""
+    """Add log-probabilities that were computed for a row."""
     values = np.zeros(len(row))
     # An untrained token may have probability 0 under the policy; no loss reads it.
     values[1:] = np.where(row.weights[1:] != 0, scores, 0.0)
@@ -684,7 +684,6 @@ class RunningBatch(TrainerCallback):
         return {"json": json.dumps([self.number, self.stopped, scores])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Restore a batch."""
         self.number, self.stopped, scores = json.loads(state["json"])
         self.scores = {fact: {int(n): np.array(one) for n, one in rows.items()} for fact, rows in scores.items()}
 
@@ -693,7 +692,7 @@ class RunningBatch(TrainerCallback):
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that the process has held so far: resident on a CPU, allocated by torch on a GPU."""
+    """Return the most memory that the process has held so far: resident on a CPU, allocated by torch on a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -97,7 +97,7 @@ def _cut(run_start: Int64s, run_length: Int64s, run_attach: Int64s) -> Pieces:
 
 
 class _Levels(NamedTuple):
-    """An order of the pieces for bottom-up and top-down passes without recursion, vectorised over layers of leaves."""
+    """Orders the pieces for bottom-up and top-down passes without recursion, vectorised over layers of leaves."""
 
     layers: list[Int64s]  # outermost leaves first; parents are in later layers or in `core`
     core: list[int]  # the rest, once layers are small (long chains of forks); children before parents
@@ -142,7 +142,7 @@ def _subtree_sums(pieces: Pieces, levels: _Levels, last: Int64s) -> tuple[Int64s
 
 
 def _positions(pieces: Pieces, levels: _Levels, tokens_below: Int64s, order: Int64s) -> tuple[Int64s, Int64s]:
-    """Tree index and depth of every piece's first token."""
+    """Find the tree index and the depth of every piece's first token."""
     parent, length = pieces.parent, pieces.length
     target, depth = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
     if len(order) == 0:

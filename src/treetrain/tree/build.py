@@ -93,7 +93,7 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree
 
 
 def _check_rows(rows: Any) -> None:
-    """Raise DataError or TypeError for what is no sequence of rows."""
+    """Raise DataError or TypeError unless this is a sequence of rows."""
     expect("rows", rows, Iterable, "a list of rows, each a Trajectory or a list of token ids")
     if isinstance(rows, Mapping | str):
         raise DataError(
@@ -108,7 +108,7 @@ def _check_rows(rows: Any) -> None:
 
 
 def _token_ids(rows: Sequence[Row]) -> tuple[Int32s, Int64s]:
-    """The rows concatenated, int32 [flat], and their lengths, int64 [K]."""
+    """Concatenate the rows, int32 [flat]; also return their lengths, int64 [K]."""
     if set(map(type, rows)) == {list} and (joined := _joined_lists(rows)) is not None:
         return joined, np.fromiter(map(len, rows), np.int64, len(rows))
     arrays = [row.ids if isinstance(row, Trajectory) else _as_array(number, row) for number, row in enumerate(rows)]
@@ -124,7 +124,7 @@ def _token_ids(rows: Sequence[Row]) -> tuple[Int32s, Int64s]:
 
 
 def _joined_lists(rows: Sequence[Any]) -> Int32s | None:
-    """Lists of ids concatenated, without an array for each (twice as fast); None if any entry is not a token id."""
+    """Concatenate lists of ids without an array for each (twice as fast); None if any entry is not a token id."""
     joined = array("i")
     try:
         for row in rows:

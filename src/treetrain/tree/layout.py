@@ -30,11 +30,9 @@ class PackedLayout:
     ends: Int64[np.ndarray, " M"]
     """Subtree ends; token i sees token j when j <= i < ends[j]."""
     tree_index: Int64[np.ndarray, " M"]
-    """The tree index of each token."""
     edge_rows: Int64[np.ndarray, " E"]
     """Ascending: the position whose hidden state predicts the edge's token."""
     edge_targets: Int64[np.ndarray, " E"]
-    """The predicted token ids."""
     edge_tokens: Int64[np.ndarray, " E"]
     """Tree index of the predicted token."""
 

@@ -28,7 +28,6 @@ class TokenTree:
     """
 
     tokens: Int32[np.ndarray, " N"]
-    """The token ids."""
     parent: Int64[np.ndarray, " N"]
     """The token before it on its path; -1 at roots."""
     depth: Int32[np.ndarray, " N"]

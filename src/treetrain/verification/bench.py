@@ -50,9 +50,7 @@ class BenchReport(TreeReport):
 
     tree_seconds: float
     baseline: str
-    """Name of the fastest baseline."""
     baselines: dict[str, float]
-    """Seconds of every baseline by its name."""
     speedup: float
     """Seconds of the fastest baseline / seconds of the tree; the median over the rounds."""
     speedup_spread: tuple[float, float]
@@ -265,14 +263,14 @@ def measured_cost(model: nn.Module) -> CostModel:
 
 
 def _chain(tokens: int, vocabulary: int) -> Plan:
-    """A row of random tokens in one part, all but the first predicted."""
+    """Plan a row of random tokens as one part; all but the first are predicted."""
     ids = np.random.default_rng(0).integers(0, vocabulary, tokens + 1)
     layout = pack(build_tree([ids.astype(np.int32)]), np.arange(tokens + 1) > 0)
     return Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
 
 
 def _pass_seconds(model: nn.Module, plan: Plan) -> float:
-    """The least time of a forward and backward of a plan: other load only adds time."""
+    """Measure the least time of a forward and backward of a plan: other load only adds time."""
     times, engine = [], TreeEngine(model)
     extensions = engine.extensions(build_tree([]), balanced=False)
     for _ in range(CALIBRATION_PASSES + 1):
