@@ -17,7 +17,7 @@ from treetrain.engine.part import model_device
 from treetrain.engine.ranks import Sharing
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.cost import CostModel
-from treetrain.planning.devices import AMPLE
+from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
@@ -155,13 +155,13 @@ class EngineModel:
         """Whether a plan's predicted peak fits the budget or free memory; False if the model cannot be counted.
 
         Args:
-            extra: further bytes that are optional; `AMPLE` times peak and extra must be free.
+            extra: further bytes that are optional; `MEMORY_MARGIN` times peak and extra must be free.
         """
         if self.cost is None:
             return False
         peak = self.cost.peak_bytes(plan)
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
-        return peak <= room if extra is None else AMPLE * (peak + extra) <= room
+        return peak <= room if extra is None else MEMORY_MARGIN * (peak + extra) <= room
 
     def keeps_graphs(self, plan: Plan) -> bool:
         """Whether the graphs of all parts fit at once, into the budget or into free memory."""

@@ -16,7 +16,7 @@ from treetrain.errors import nearest
 
 USABLE = {"cpu": 0.8, "cuda": 0.9}
 """How much of a device's free memory a step may use: predictions err by up to a tenth, and a CPU's memory is shared."""
-AMPLE = 2
+MEMORY_MARGIN = 2
 """If this many times a predicted peak is free, the peak fits in spite of prediction errors."""
 HEAD_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits that the head computes at once, within the bounds of `HEAD_CHUNK_ROWS`. On a CPU, a chunk suits the cache. On

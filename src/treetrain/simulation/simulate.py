@@ -29,7 +29,7 @@ import numpy as np
 from treetrain.planning.balance import Balancer
 from treetrain.planning.collective_order import timed_order
 from treetrain.planning.cost import CostModel, ModelCounts, Sharding, Speeds, WeightCollectives
-from treetrain.planning.devices import AMPLE, USABLE, Collective, Device
+from treetrain.planning.devices import MEMORY_MARGIN, USABLE, Collective, Device
 from treetrain.planning.make import Bytes, parse_budget
 from treetrain.planning.plan import Plan
 from treetrain.simulation.rank_plans import plan_ranks
@@ -283,7 +283,7 @@ def simulate(
         memory = held | {"activations": sum(memory.values()) - memory["KV cache"], "KV cache": memory["KV cache"]}
         whole = own.wide_bytes * own.parameters
         room = budget.count if isinstance(budget, Bytes) else free
-        reduces_last = AMPLE * (sum(memory.values()) - state + whole) <= room
+        reduces_last = MEMORY_MARGIN * (sum(memory.values()) - state + whole) <= room
         if reduces_last and split.shards > 1:
             memory["gathered"] += whole
         # The passes' time is predicted three times: without links, with links within layers, and with FSDP2's.

@@ -25,7 +25,7 @@ from treetrain.engine.lm_head import Scores
 from treetrain.engine.part import ModelPass
 from treetrain.engine.ranks import Ranks
 from treetrain.planning.collective_order import Kind, Turn, candidates, choose, common_order, offers_of
-from treetrain.planning.devices import AMPLE
+from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
@@ -166,7 +166,7 @@ def plan_together(
         return pack(tree, tree.trained_edges()[0] > 0) if weighted else pack(tree)
 
     ranks = engine.sharing.ranks
-    free = engine.free_bytes() / AMPLE if engine.budget is None else None
+    free = engine.free_bytes() / MEMORY_MARGIN if engine.budget is None else None
     own = candidates(tree, plan, laid_out, whole_rows=not weighted, apart=apart, free_bytes=free)
     room = [engine.keeps_gradients(way.plan) for way in own]
     answers = ranks.of_data(ranks.exchange((room, offers_of(own))))
