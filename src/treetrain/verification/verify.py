@@ -145,9 +145,8 @@ def verify(
     result, gradients = plain.gradients_of(lambda: engine.forward_backward(tree, loss, normaliser), size)
 
     def run_linear() -> float:
-        with tensor_parallel_mode(
-            model, tensor_parallel_ranks(model)
-        ):  # within `gradients_of`, which sets the hooks before it aside
+        # Within `gradients_of`, which sets aside the hooks that are there before it.
+        with tensor_parallel_mode(model, tensor_parallel_ranks(model)):
             return plain.accumulate_gradients(rows, loss, normaliser)
 
     loss_linear, linear = plain.gradients_of(run_linear, size)
