@@ -383,6 +383,8 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
     import pyarrow.parquet as pq
 
     number = 0
+    # Threads that start while memory is limited may end the process on machines with many cores.
+    alone = pa.ipc.IpcReadOptions(use_threads=False)
     try:
         # Not memory-mapped: a file that another program cuts off would end this process.
         with pa.OSFile(str(path)) as source:
@@ -394,14 +396,14 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
                 )
                 if given > max(BOMB_BYTES, BOMB_RATIO * size):
                     raise DataError(f"{size:,} bytes decompress to {given:,}; write smaller files")
-                schema, batches = parquet.schema_arrow, parquet.iter_batches(batch_size=64)
+                schema, batches = parquet.schema_arrow, parquet.iter_batches(64, use_threads=False)
             else:
                 try:
-                    reader = pa.ipc.open_file(source)
+                    reader = pa.ipc.open_file(source, options=alone)
                     batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
                 except pa.ArrowInvalid:
                     source.seek(0)
-                    batches = reader = pa.ipc.open_stream(source)
+                    batches = reader = pa.ipc.open_stream(source, options=alone)
                 schema = reader.schema
             _check_columns(schema.names)
             batches = iter(batches)
