@@ -22,7 +22,7 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full pytest-fast pytest-all lint types bench docs tutorial packages workflows \
+.PHONY: help demo test test-full pytest-fast pytest-all lint types bench golden docs tutorial packages workflows \
 	test-wheel test-oldest test-newest test-next test-verl test-axolotl clean-venv active-environment
 .DEFAULT_GOAL := help
 
@@ -31,6 +31,7 @@ help:
 	@echo "make test          lint, types and all tests but the slow ones"
 	@echo "make test-full     lint, types and all tests"
 	@echo "make lint, types   ruff; pyright"
+	@echo "make golden        losses and gradient norms of five small trainings; write them anew, say what changed"
 	@echo "make docs          the docs as a site in site/; a warning is an error"
 	@echo "make tutorial      run docs/tutorial.md and compare what it prints with the page"
 	@echo "make packages      wheel and sdist in dist/"
@@ -94,6 +95,9 @@ docs:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
+golden: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/golden/runs.py --write
 
 # Runs the commands and the code of the tutorial, and compares what they print with the page.
 tutorial: $(READY)
