@@ -90,9 +90,9 @@ def test_layers_compiled_by_inductor_hold_the_numerics_contract(compiled):
 
 def test_layers_are_compiled_on_a_gpu_by_default_and_never_under_a_users_hook(monkeypatch):
     model = make_model("qwen3")
-    assert not tt.TreeEngine(model).compiles and tt.TreeEngine(model, compile_layers=True).compiles
+    assert not tt.TreeEngine(model).prepared.compiles and tt.TreeEngine(model, compile_layers=True).prepared.compiles
     monkeypatch.setattr("treetrain.engine.engine_model.model_device", lambda model: torch.device("cuda"))
-    assert tt.TreeEngine(model).compiles and not tt.TreeEngine(model, compile_layers=False).compiles
+    assert tt.TreeEngine(model).prepared.compiles and not tt.TreeEngine(model, compile_layers=False).prepared.compiles
     layer = model.model.layers[0]
     handle = layer.mlp.register_forward_hook(lambda *_: None)
     with tree_mode.compiled_layers(model, {}):

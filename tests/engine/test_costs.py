@@ -12,12 +12,14 @@ import treetrain as tt
 from support import models
 from support.models import BASE, build, make_config, make_model
 from treetrain.engine import costs
-from treetrain.engine.costs import CountStorages, cost_if_countable, cost_of, count, count_config, count_named
+from treetrain.engine.costs import cost_if_countable, cost_of, count, count_config, count_named
+from treetrain.engine.executor import Executor
 from treetrain.engine.extensions.recurrence import Recurrence
 from treetrain.engine.lm_head import ScoreRequest
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable
 from treetrain.engine.memory import PassCounts
-from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.meters import CountStorages
+from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.part import Part
 from treetrain.errors import UnsupportedModel
 from treetrain.models.loading import load_model
@@ -110,13 +112,12 @@ def peak_and_cache(model: nn.Module, layout, plan) -> tuple[int, int]:
     with CountStorages() as meter:
         table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
         engine, gradients = tt.TreeEngine(model), KnownGradients(table, torch.ones(layout.num_edges))
-        extensions = engine.extensions(tt.build_tree([[0]]), balanced=False)
-        executor = executor_of(
-            ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients), plan, gradients=True
-        )
+        extensions = engine.prepared.extensions(tt.build_tree([[0]]), balanced=False)
+        passes = ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients)
+        executor = Executor(plan, passes, gradients=True)
         executor.train()
     states = sum(x._states.num_bytes for x in extensions if isinstance(x, Recurrence))
-    return meter.peak, executor._cache.num_bytes + states
+    return meter.peak, (executor._cache.num_bytes if executor._cache is not None else 0) + states
 
 
 def forest(vocabulary: int, trunk: int, branch: int):
@@ -177,7 +178,7 @@ def saved_per_token(model: nn.Module) -> float:
     for tokens in (64, 192):
         layout = pack(tt.build_tree([np.arange(tokens) % 30]), np.arange(tokens) == tokens - 1)
         engine, kept = tt.TreeEngine(model), {}
-        extensions = engine.extensions(tt.build_tree([[0]]), balanced=False)
+        extensions = engine.prepared.extensions(tt.build_tree([[0]]), balanced=False)
         passes = ModelPasses(engine.prepared, extensions, PassCounts(), None)
         everything = np.arange(layout.num_tokens)
         part = Part(cut(layout, everything), everything, -1, None, graph=True)

@@ -116,7 +116,11 @@ def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
 def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
     engine.forward_backward(with_random_facts(IDS[tree], 1), LOSSES[loss])
-    (cache,), plan = caches, engine.plans[-1]
+    plan = engine.plans[-1]
+    assert len(caches) == (plan.cached_tokens > 0), "a plan without descendants needs none"
+    if not caches:
+        return
+    (cache,) = caches
     assert max(cache.reserved) == cache.first_rows == plan.cached_tokens, "rows held at once"
     assert len(cache.made_at) == (4 if (plan.parent >= 0).any() else 0), "keys and values of two layers"
     for key, buffer in cache._buffers.items():
@@ -135,7 +139,9 @@ def test_rows_of_the_cache_are_returned(model, shape, keep, monkeypatch):
     engine = planned(shape, keep)(model)
     engine.forward_backward(with_random_facts(IDS["deep"], 1), LOSSES["ppo"])
     engine.logprobs(IDS["deep"])
-    assert len(executors) == 2 and all(w._cache._in_use == 0 and (w._cache.row_of == -1).all() for w in executors)
+    used = [each._cache for each in executors if each._cache is not None]
+    assert len(executors) == 2 and len(used) == (0 if shape == "1 part" else 2)
+    assert all(cache._in_use == 0 and (cache.row_of == -1).all() for cache in used)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -160,9 +166,10 @@ def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, 
         plan = engine.plans[-1]
     assert not seen.graph and counted(seen.plain) == Counter(plan.layout.input_ids.tolist())
     assert [len(p) for p in seen.plain] == plan.sizes.tolist()
-    (cache,) = caches
-    assert max(cache.reserved) <= cache.first_rows == plan.cached_tokens
-    assert all(buffer.grad is None for buffer in cache._buffers.values())
+    assert len(caches) == (plan.cached_tokens > 0)
+    for cache in caches:
+        assert max(cache.reserved) <= cache.first_rows == plan.cached_tokens
+        assert all(buffer.grad is None for buffer in cache._buffers.values())
     with PureFloat64():
         reference = linear.score_rows(model, IDS[tree])
     for got, row in zip(logps + entropies, reference[0] + reference[1]):

@@ -29,7 +29,8 @@ from treetrain.engine.linear import LinearEngine
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
 from treetrain.softmax_attention.attention import AttentionTree
-from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs
+from treetrain.softmax_attention.cached_attention import CachedAttention
+from treetrain.softmax_attention.kv_cache import Inputs
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
@@ -78,6 +79,15 @@ class StandIn(CachedAttention):
     """In place of tree attention: the right shapes, and all of the cache."""
 
     name = "stand-in"
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def takes(self, query, value, spec):
+        return True
+
+    def path_seen(self, spec):
+        return 0 if self.cache is None else self.cache.path_tokens
 
     def forward(self, given, scale, spec):
         query, (key, value) = given.query, given.below_path()

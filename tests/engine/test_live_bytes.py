@@ -6,8 +6,8 @@ import psutil
 import torch
 
 from treetrain.engine import memory
-from treetrain.engine.costs import CountStorages
 from treetrain.engine.memory import expandable_segments
+from treetrain.engine.meters import CountStorages
 
 CPU = torch.device("cpu")
 

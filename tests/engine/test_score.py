@@ -359,7 +359,7 @@ def test_memory_that_runs_out_costs_time_and_nothing_else(model, monkeypatch):
         def wrapped(self, *args, **options):
             if phase not in failed:
                 failed.append(phase)
-                self.counts.backward_begun = phase == "backward"
+                self._runner.counts.backward_begun = phase == "backward"
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return run(self, *args, **options)
 

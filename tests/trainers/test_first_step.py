@@ -17,8 +17,9 @@ from trl import SFTConfig, SFTTrainer
 
 import treetrain as tt
 from treetrain.engine import lm_head
-from treetrain.engine.costs import CountStorages, cost_if_countable
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.executor import Executor
+from treetrain.engine.meters import CountStorages
 from treetrain.engine.score import Scored
 from treetrain.errors import RanksDisagree
 from treetrain.trainers import first_step

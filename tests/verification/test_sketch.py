@@ -6,8 +6,8 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.costs import CountStorages
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.meters import CountStorages
 from treetrain.verification import sketch as module
 from treetrain.verification.sketch import sketch, sketch_size, sketched
 from treetrain.verification.verify import verify

@@ -22,6 +22,7 @@ from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_of
 from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension, Reduces, added_loss
 from treetrain.engine.loss import Loss, LossProtocol, Metrics, RowLoss, StepResult, as_loss, needs_logprobs, summed
 from treetrain.engine.loss_gradients import (
@@ -36,7 +37,7 @@ from treetrain.engine.loss_gradients import (
     predictions_of,
 )
 from treetrain.engine.memory import Rollback, Try
-from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.ranks import Ranks, Sharing
 from treetrain.engine.score import Scored, Scoring, States
 from treetrain.errors import DataError, UnsupportedModel
@@ -145,12 +146,14 @@ class TreeEngine:
         elif parsed is not None:
             parsed *= shares
         self.prepared = EngineModel(
-            model, value_head, budget=parsed, temperature=float(temperature), sharing=self.sharing
+            model,
+            value_head,
+            budget=parsed,
+            temperature=float(temperature),
+            sharing=self.sharing,
+            compile_layers=compile_layers,
         )
         self.sharing.check_model(self.capabilities)
-        self.compile_layers = compile_layers
-        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
-        """See `compiled_layers`."""
         self._accepted: object = None
         """The state of the model whose adapters, hooks and forwards have been accepted."""
 
@@ -213,12 +216,6 @@ class TreeEngine:
             UnsupportedModel: a model that cannot be counted.
         """
         return self.prepared.cost or cost_of(self.model)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether decoder layers run compiled."""
-        default = self.prepared.device.type == "cuda" and self.sharing.may_compile
-        return default if self.compile_layers is None else self.compile_layers
 
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
         """The tree of a batch; raises DataError for rows that are no token ids."""
@@ -428,7 +425,7 @@ class TreeEngine:
         """Accumulate the gradients of this rank's part of a step."""
         model, scale = self.prepared, self.capabilities.auxiliary * self.ranks.data_size
         attach = functools.partial(
-            self.extensions, step.batch.tree, balanced=self.balanced, whole=balance, scale=scale, reduces=reduces
+            model.extensions, step.batch.tree, balanced=self.balanced, whole=balance, scale=scale, reduces=reduces
         )
         if step.loss.scope == "batch":
             scoring = Scoring(model, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
@@ -440,7 +437,7 @@ class TreeEngine:
                 with attempt:
                     extensions = attach()
                     total, sums = self._stream(step, attempt, extensions)
-            counts, added = attempt.counts, added_loss(extensions)
+            counts, added = attempt.counts, added_loss(extensions) if extensions else None
             parts, without_graph, attention = counts.parts, counts.tokens_without_graph, counts.attention
         if added is not None:
             total, sums = added.added_to(total, sums)
@@ -462,10 +459,10 @@ class TreeEngine:
         table = model.table(batch.layout, entropy="entropies" in loss.needs)
         streamed = StreamedGradients(table, batch, loss, normaliser)
         if plan.num_parts or self.sharded:
-            added = added_loss(extensions)
+            added = added_loss(extensions) if extensions else None
             if added is not None and plan.num_parts > 1 and not added.known:
                 first = self.passes_type(model, extensions, counts, None)
-                executor_of(first, plan, gradients=False).score()
+                Executor(plan, first, gradients=False).score()
                 added.settle()
             logprobs, coefficients = table.logprobs, None
             if "entropies" not in loss.needs:
@@ -474,7 +471,7 @@ class TreeEngine:
             if coefficients is not None:
                 gradients = KnownGradients(table, added_up(logprobs, batch.edges, coefficients) / normaliser)
             passes = self.passes_type(model, extensions, counts, table, gradients)
-            executor_of(passes, plan, gradients=True).train()
+            Executor(plan, passes, gradients=True).train()
             if coefficients is not None:
                 with torch.no_grad():
                     total, sums = loss.packed(batch.at_edges(logprobs), None, batch.facts(logprobs), None)
@@ -538,9 +535,9 @@ class TreeEngine:
             self.sharing.check_rows(ranks, layout)
             for attempt in model.tries(self.plan_of(layout)):
                 with attempt:
-                    extensions = self.extensions(tree, balanced=True)
+                    extensions = model.extensions(tree, balanced=True)
                     passes = self.passes_type(model, extensions, attempt.counts, None)
-                    executor_of(passes, attempt.plan, gradients=False).score()
+                    Executor(attempt.plan, passes, gradients=False).score()
             own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
             balances = ranks.of_data(ranks.exchange(own))
         return functools.reduce(operator.add, balances).to(model.device)
@@ -630,7 +627,7 @@ class TreeEngine:
             ranks.exchange(None)
             self.sharing.check_rows(ranks, layout)
             tokens = isinstance(reads, Batch)
-            attach = functools.partial(self.extensions, tree, balanced=tokens and self.balanced)
+            attach = functools.partial(model.extensions, tree, balanced=tokens and self.balanced)
             scoring = Scoring(
                 model,
                 self.plan_of(layout),
@@ -685,57 +682,6 @@ class TreeEngine:
             "loss.backward() and scored.backward(), which averages gradients over the ranks (sync=False leaves that to "
             "you) and has scored.aux_loss, or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
         )
-
-    # ---- what optional features add
-
-    def extensions(
-        self,
-        tree: TokenTree,
-        *,
-        balanced: bool,
-        whole: "RouterBalance | None" = None,
-        scale: float = 1.0,
-        reduces: Reduces = "each",
-    ) -> list[Extension]:
-        """The extensions of a try, outermost first; none for a dense model in one process.
-
-        Args:
-            balanced: whether the routers' auxiliary loss is added, with this balance of the whole step and this scale.
-            reduces: which backwards reduce gradients over processes.
-        """
-        capabilities, model = self.capabilities, self.model
-        found, within = self.sharing.extensions(capabilities)
-        if capabilities.experts is not None:
-            from treetrain.engine.extensions.experts import Experts, has_work
-
-            if has_work(capabilities.experts, tree, balanced=balanced):
-                found.append(
-                    Experts(
-                        model,
-                        capabilities.experts,
-                        tree,
-                        self.prepared.device,
-                        balanced=balanced,
-                        whole=whole,
-                        scale=scale,
-                    )
-                )
-        if capabilities.recurrent_layers:
-            from treetrain.engine.extensions.recurrence import Recurrence
-
-            found.append(Recurrence(model))
-        if self.compiles:  # last of those that change the model's modules
-            from treetrain.engine.extensions.compiled import CompiledLayers
-
-            found.append(CompiledLayers(model, self._compiled))
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
-            from treetrain.engine.extensions.parameter_hooks import HooksOnce
-
-            found.append(HooksOnce(self.parameters))
-        found += within
-        for extension in found:
-            extension.reduces = reduces
-        return found
 
     def _layers_checked(self) -> AbstractContextManager[None]:
         """Around a call: check adapters, hooks and forwards of users that have not been checked before."""

@@ -2,14 +2,16 @@
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from treetrain.engine.costs import compute_dtype, cost_if_countable, cost_of
+from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.deferred import DeferredGradient
+from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.model_state import fingerprint
@@ -22,6 +24,10 @@ from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from treetrain.engine.extensions.experts import RouterBalance
 
 LAST_RESORT_TOKENS = 256
 """The token budget that is tried if no plan is predicted to fit into free memory."""
@@ -53,6 +59,7 @@ class EngineModel:
     Args:
         budget: tokens whose graph may be alive at once, bytes of peak memory, or None for what is free.
         temperature: divides the logits before the softmax.
+        compile_layers: whether decoder layers run compiled; None: on a GPU, if they can.
 
     Raises:
         UnsupportedModel: the model or its value head would not be exact on a tree.
@@ -66,9 +73,13 @@ class EngineModel:
         budget: int | Bytes | None,
         temperature: float,
         sharing: Sharing,
+        compile_layers: bool | None = None,
     ):
         self.model, self.value_head, self.sharing = model, value_head, sharing
         self.budget, self.temperature = budget, temperature
+        self.compile_layers = compile_layers
+        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
+        """See `compiled_layers`."""
         self.state: object = None
         """The fingerprint of the model as it was checked last."""
         self._cost: tuple[object, CostModel | None] = None, None
@@ -111,7 +122,8 @@ class EngineModel:
     @property
     def cost(self) -> CostModel | None:
         """The cost model, counted without running the model; None for a model that cannot be counted."""
-        dtype = compute_dtype(self.model, self.device)
+        autocast = torch.is_autocast_enabled(self.device.type)
+        dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
         if self._cost[0] != dtype:
             self._cost = dtype, cost_if_countable(self.model)
         return self._cost[1]
@@ -201,3 +213,58 @@ class EngineModel:
 
         together = not self.sharing.passes_with.alone
         return tries(plan, None if together else smaller, self.device, rollback)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether decoder layers run compiled."""
+        default = self.device.type == "cuda" and self.sharing.may_compile
+        return default if self.compile_layers is None else self.compile_layers
+
+    def extensions(
+        self,
+        tree: TokenTree,
+        *,
+        balanced: bool,
+        whole: "RouterBalance | None" = None,
+        scale: float = 1.0,
+        reduces: Reduces = "each",
+    ) -> list[Extension]:
+        """The extensions of a try, outermost first; none for a dense model in one process.
+
+        Args:
+            balanced: whether the routers' auxiliary loss is added, with this balance of the whole step and this scale.
+            reduces: which backwards reduce gradients over processes.
+        """
+        capabilities, model = self.capabilities, self.model
+        found, within = self.sharing.extensions(capabilities)
+        if capabilities.experts is not None:
+            from treetrain.engine.extensions.experts import Experts, has_work
+
+            if has_work(capabilities.experts, tree, balanced=balanced):
+                found.append(
+                    Experts(
+                        model,
+                        capabilities.experts,
+                        tree,
+                        self.device,
+                        balanced=balanced,
+                        whole=whole,
+                        scale=scale,
+                    )
+                )
+        if capabilities.recurrent_layers:
+            from treetrain.engine.extensions.recurrence import Recurrence
+
+            found.append(Recurrence(model))
+        if self.compiles:  # last of those that change the model's modules
+            from treetrain.engine.extensions.compiled import CompiledLayers
+
+            found.append(CompiledLayers(model, self._compiled))
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+            from treetrain.engine.extensions.parameter_hooks import HooksOnce
+
+            found.append(HooksOnce(self.parameters))
+        found += within
+        for extension in found:
+            extension.reduces = reduces
+        return found

@@ -35,6 +35,14 @@ Output = TypeVar("Output")
 class PartRunner(Protocol[Output]):
     """Runs a part of a plan on some model."""
 
+    device: torch.device
+    counts: PassCounts
+    """The executor counts the passes here."""
+
+    def begin(self, plan: Plan, *, gradients: bool) -> None:
+        """A run of a plan begins; `gradients`: whether its parts run backward too."""
+        ...
+
     def passes(self, *, graph: bool, backward: bool) -> AbstractContextManager[None]:
         """Prepare the model for the passes of a block.
 
@@ -57,15 +65,15 @@ class Executor(Generic[Output]):
     """Runs one plan, once.
 
     Args:
-        counts: counts the passes.
         gradients: whether the parts run backward too.
     """
 
-    def __init__(
-        self, plan: Plan, runner: PartRunner[Output], device: torch.device, counts: PassCounts, *, gradients: bool
-    ):
-        self._plan, self._runner, self.counts = plan, runner, counts
-        self._cache = KVCache(plan.cached_tokens, device, gradients=gradients, tokens=plan.layout.num_tokens)
+    def __init__(self, plan: Plan, runner: PartRunner[Output], *, gradients: bool):
+        runner.begin(plan, gradients=gradients)
+        self._plan, self._runner = plan, runner
+        self._cache: KVCache | None = None  # a plan of parts without descendants needs none
+        if plan.cached_tokens:
+            self._cache = KVCache(plan.cached_tokens, runner.device, gradients=gradients, tokens=plan.layout.num_tokens)
         self._held: dict[int, Int64[np.ndarray, " n"]] = {}
         """The tokens that have slots of the cache, by the part that allocated them."""
         self._alive: dict[int, tuple[Part, Output]] = {}
@@ -125,30 +133,31 @@ class Executor(Generic[Output]):
 
     def _forward(self, number: int, tokens: Int64[np.ndarray, " n"], *, graph: bool) -> tuple[Part, Output]:
         """Run tokens of a part, or of parts that one prefill serves, against the cache of the path above them."""
-        self.counts.alive += len(tokens)
+        self._runner.counts.alive += len(tokens)
         attach = int(self._plan.attach[number])
-        cache = self._cache.view(self._plan.path(attach), tokens)
+        cache = None if self._cache is None else self._cache.view(self._plan.path(attach), tokens)
         part = Part(cut(self._plan.layout, tokens), tokens, attach, cache, graph)
         with torch.set_grad_enabled(graph):
             output = self._runner.forward(part)
         if graph:
-            self.counts.parts += 1
+            self._runner.counts.parts += 1
         else:
-            self.counts.alive -= len(tokens)
-            self.counts.tokens_without_graph += len(tokens)
+            self._runner.counts.alive -= len(tokens)
+            self._runner.counts.tokens_without_graph += len(tokens)
         return part, output
 
     def _backward(self, part: Part, output: Output) -> None:
-        self.counts.backward_begun = True
+        self._runner.counts.backward_begun = True
         self._runner.backward(part, output)
-        self.counts.alive -= len(part.tokens)
+        self._runner.counts.alive -= len(part.tokens)
 
     def _allocate(self, part: int, tokens: Int64[np.ndarray, " n"]) -> None:
         """Allocate slots of the cache for tokens, above those in use, until `part` is released."""
-        self._cache.allocate(tokens)
-        self._held[part] = tokens
+        if self._cache is not None:
+            self._cache.allocate(tokens)
+            self._held[part] = tokens
 
     def _release(self, part: int) -> None:
         """Free a part's slots of the cache, which were allocated last, if it has any."""
-        if part in self._held:
+        if self._cache is not None and part in self._held:
             self._cache.release(self._held.pop(part))

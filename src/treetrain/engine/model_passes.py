@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.engine.engine_model import EngineModel
-from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension
 from treetrain.engine.lm_head import GradientBuffers, HeadCall, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
@@ -189,16 +188,6 @@ class ModelPasses:
         except Exception as error:
             if not any(extension.postpones(error) for extension in self._extensions):
                 raise
-
-
-def executor_of(passes: ModelPasses, plan: Plan, *, gradients: bool) -> Executor[Scores]:
-    """The executor of a plan's passes; a collective call where passes are.
-
-    Args:
-        gradients: whether the parts run backward too.
-    """
-    passes.begin(plan, gradients=gradients)
-    return Executor(plan, passes, passes.device, passes.counts, gradients=gradients)
 
 
 def check_head(model: nn.Module, capabilities: Capabilities, calls: list[HeadCall], logits: Tensor) -> None:

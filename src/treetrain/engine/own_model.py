@@ -105,7 +105,7 @@ class Packed(PackedPart):
         """
         plan = plan_of_any_model(self._batch.layout, budget, self._device)
         losses = _LossPasses(self._batch, plan, loss_of, self._device)
-        Executor(plan, losses, self._device, PassCounts(), gradients=True).train()
+        Executor(plan, losses, gradients=True).train()
         return losses.total
 
 
@@ -113,12 +113,15 @@ class _LossPasses:
     """Calls a loss function of the user's own on the parts of a plan. The `PartRunner` of `Packed.forward_backward`."""
 
     def __init__(self, batch: Batch, plan: Plan, loss_of: Callable[[PackedPart], Tensor], device: torch.device):
-        self.total = torch.zeros((), device=device)
-        self._batch, self._plan, self._loss_of, self._device = batch, plan, loss_of, device
+        self.total, self.device, self.counts = torch.zeros((), device=device), device, PassCounts()
+        self._batch, self._plan, self._loss_of = batch, plan, loss_of
         self._predictions = np.flatnonzero(batch.used)
         part_of_read = plan.part_of[batch.layout.edge_rows[batch.edges]]
         self._by_part = np.argsort(part_of_read, kind="stable")
         self._bounds = np.searchsorted(part_of_read[self._by_part], np.arange(plan.num_parts + 1))
+
+    def begin(self, plan: Plan, *, gradients: bool) -> None:
+        """See `PartRunner`."""
 
     @contextmanager
     def passes(self, *, graph: bool, backward: bool) -> Iterator[None]:
@@ -130,7 +133,7 @@ class _LossPasses:
             number = self._plan.part_of[part.tokens[0]]
             read = self._by_part[self._bounds[number] : self._bounds[number + 1]]
         edges = np.searchsorted(part.piece.edges, self._batch.edges[read])
-        packed = PackedPart(part.piece.layout, self._device, edges, self._predictions[read], part.cache)
+        packed = PackedPart(part.piece.layout, self.device, edges, self._predictions[read], part.cache)
         loss = self._loss_of(packed)
         if twice := [layer for layer, calls in packed.tree.layer_calls.items() if calls > 1]:
             raise ValueError(f"layer={twice[0]!r} was given by several calls of attention in one forward of a part")
@@ -142,7 +145,7 @@ class _LossPasses:
         return loss
 
     def backward(self, part: Part, output: Tensor) -> None:
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):
             output.backward()
         self.total = self.total + output.detach()
 

@@ -30,7 +30,7 @@ from treetrain.engine.extension import Extension, LossExtension, Reduces, added_
 from treetrain.engine.lm_head import Scores
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
 from treetrain.engine.memory import Rollback, Try
-from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.model_state import ModelState
 from treetrain.engine.ranks import Ranks
 from treetrain.planning.plan import Plan
@@ -90,7 +90,7 @@ class Scoring:
             self._count(attempt)
         else:
             self._extensions = self._attach()
-        self.added_loss = added_loss(self._extensions)
+        self.added_loss = added_loss(self._extensions) if self._extensions else None
         if self.added_loss is not None:
             self.added_loss.settle()
         return self.table
@@ -100,7 +100,7 @@ class Scoring:
         self._extensions = self._attach()
         logits = keeps and self.engine.keeps_logits(plan)
         passes = self._passes_type(self.engine, self._extensions, attempt.counts, self.table, keep_logits=logits)
-        executor = executor_of(passes, plan, gradients=keeps)
+        executor = Executor(plan, passes, gradients=keeps)
         if keeps:
             executor.forward_all()
             self._kept = executor, passes
@@ -138,7 +138,7 @@ class Scoring:
         kept, self._kept = self._kept, None
         if kept is not None:
             executor, passes = kept
-            attempt.counts.alive, executor.counts = executor.counts.alive, attempt.counts
+            attempt.counts.alive, passes.counts = passes.counts.alive, attempt.counts
             passes.gradients = KnownGradients(self.table, edges, rows, values)
             executor.backward_all()
             return
@@ -146,7 +146,7 @@ class Scoring:
         gradients = KnownGradients(table, edges, rows, values)
         passes = self._passes_type(self.engine, self._extensions, attempt.counts, table, gradients)
         with self._autocast():
-            executor_of(passes, attempt.plan, gradients=True).train()
+            Executor(attempt.plan, passes, gradients=True).train()
 
     @property
     def _has_passes(self) -> bool:

@@ -20,7 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treetrain.kernel_checks import failure_of
-from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
+from treetrain.softmax_attention.cached_attention import CachedAttention
+from treetrain.softmax_attention.kv_cache import KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.self_check import failure_of_backend

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import on_device, to_device
-from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.cached_attention import CachedAttention
+from treetrain.softmax_attention.kv_cache import Inputs, KVCacheView, sink_gradient
 from treetrain.softmax_attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
 from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen
 from treetrain.tree.layout import FULL, AttentionRange
@@ -263,7 +264,7 @@ class RectangleAttention(CachedAttention):
         """
         if call_pairs is None:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
-        super().__init__(cache)
+        self.cache = cache
         self._forest, self._call_pairs = forest, call_pairs
         self._calls: dict[AttentionRange, _Calls] = {}
         self._plain = plain
@@ -275,9 +276,14 @@ class RectangleAttention(CachedAttention):
         """The calls of layers with full attention."""
         return self.calls(FULL).schedule
 
+    def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+        return True
+
     def path_seen(self, spec: AttentionSpec) -> int:
+        if self.cache is None:
+            return 0
         tail = self.calls(spec.visible_range).tail
-        return super().path_seen(spec) if tail is None else tail
+        return self.cache.path_tokens if tail is None else tail
 
     def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         calls, kernel = self.calls(spec.visible_range), self._kernel(given, spec)

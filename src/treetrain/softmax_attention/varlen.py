@@ -28,7 +28,8 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import to_device
-from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.cached_attention import CachedAttention
+from treetrain.softmax_attention.kv_cache import Inputs, KVCacheView, sink_gradient
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, path_tops
 from treetrain.tree.layout import ranges
 
@@ -203,7 +204,7 @@ class VarlenAttention(CachedAttention):
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
     ):
         assert cache is None or not cache.path_tokens
-        super().__init__(cache)
+        self.cache = cache
         self.kernel, self._dtypes = kernel or StockVarlen(), dtypes
         calls = varlen_calls(pieces)
         in_order = len(calls) > 0 and len(calls[0].query_offsets) == len(pieces.chains)  # one call holds all chains
@@ -214,6 +215,9 @@ class VarlenAttention(CachedAttention):
         """The backend, with the FlashAttention that runs if it is not PyTorch's own."""
         active = current_flash_attention_impl()
         return "varlen" if active is None else f"varlen, {active}"
+
+    def path_seen(self, spec: AttentionSpec) -> int:
+        return 0 if self.cache is None else self.cache.path_tokens
 
     def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
         # Stock flash attention has no caps, and no windows across calls.

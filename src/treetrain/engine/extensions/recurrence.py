@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.extension import Extension
 from treetrain.engine.extensions.context_parallel import Share
 from treetrain.engine.lm_head import Scores
@@ -13,11 +12,6 @@ from treetrain.engine.part import ModelPass, model_device
 from treetrain.linear_attention.paths import Paths, StateCache
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.planning.plan import Plan
-
-
-def recurrence_of(engine: EngineModel) -> list[Extension]:
-    """The extension of a model with recurrent layers; none for other models."""
-    return [Recurrence(engine.model)] if engine.capabilities.recurrent_layers else []
 
 
 class Recurrence(Extension):

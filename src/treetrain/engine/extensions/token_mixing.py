@@ -12,6 +12,7 @@ record: only one that has changed something in a real pass is run again.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from treetrain.engine.engine_model import EngineModel
-from treetrain.engine.extensions.recurrence import recurrence_of
+from treetrain.engine.executor import Executor
 from treetrain.engine.memory import PassCounts
-from treetrain.engine.model_passes import ModelPasses, executor_of
+from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.part import DeviceLayout
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
@@ -168,11 +169,12 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
             config.output_router_logits = False
             stack.callback(setattr, config, "output_router_logits", True)
         plan, counts = whole_trees(layout, _TOKENS), PassCounts()
-        outer, inner = engine.sharing.extensions(engine.capabilities)
-        extensions = [*outer, *recurrence_of(engine), *inner]
-        passes = _ProbePasses(engine, extensions, counts, None)
+        uncompiled = copy(engine)
+        uncompiled.compile_layers = False
+        extensions = uncompiled.extensions(build_tree(_ROWS), balanced=False)
+        passes = _ProbePasses(uncompiled, extensions, counts, None)
         passes.probe = probe
-        executor_of(passes, plan, gradients=False).score()
+        Executor(plan, passes, gradients=False).score()
         if probe.of_head is not None and not sharded:  # its forward was replaced during the pass
             with torch.no_grad():
                 probe.compare(probe.names[head], head, *probe.of_head)
