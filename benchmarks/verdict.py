@@ -42,7 +42,7 @@ def measure(name: str, repeats: int) -> None:
     from treetrain.tree.stats import cheapest_rows
     from treetrain.verification.bench import LinearEngine, PaddedEngine, bench
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1)
     rows.keep_memory()
     model, trajectories = small_model(), load_workload(name)
     trajectories = trajectories[: 21 if name.startswith("tau") else len(trajectories) // 6]
@@ -55,10 +55,10 @@ def measure(name: str, repeats: int) -> None:
     order = np.argsort(tree.trajectory_last, kind="stable")
 
     def seconds(engine, batches) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         for batch in batches:
             engine.forward_backward(batch, loss)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     for size in (len(trajectories), BATCH):
         batches = [[trajectories[k] for k in part] for part in np.split(order, range(size, len(order), size))]

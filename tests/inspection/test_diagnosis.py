@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.inspection.diagnosis import CAUSES, RUN, diagnose
+from treetrain.inspection.alignment import RUN
+from treetrain.inspection.causes import CAUSES
+from treetrain.inspection.diagnosis import diagnose
 from treetrain.planning.cost import ModelShape
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_stats, tree_work
@@ -211,7 +213,7 @@ def test_nothing_is_reported_where_nothing_is_lost(tokenizer):
 SEEN = {"think": "changed", "retokenised": "changed"}
 
 
-@pytest.mark.parametrize("cause", ["padding", "front", "truncation", "think", "retokenised", "values", "order"])
+@pytest.mark.parametrize("cause", ["padding", "front", "truncation", "think", "retokenised", "values"])
 def test_token_ids_alone_show_what_is_lost_too(cause):
     rows, count = PLANTED[cause]
     with_text, without = (diagnose(rows, COUNTS, tokenizer) for tokenizer in (Words(), None))
@@ -268,7 +270,7 @@ def test_a_call_with_a_token_in_front_is_compared_with_the_call_before_it_not_wi
     rows = [bos(row) if number % 3 else row for number, row in enumerate(PLANTED["think"][0])]
     found = diagnose(rows, COUNTS, Words())
     assert [lost.cause for lost in found.causes] == ["front", "think"]
-    assert found.repaired_unique == build_tree(CLEAN).num_tokens + 1  # now all begin with the token
+    assert found.repaired_unique == build_tree(CLEAN).num_tokens
 
 
 def masked(context, answer, **facts):

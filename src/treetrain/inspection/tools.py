@@ -12,9 +12,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ids = NDArray[np.int32]
+from treetrain.inspection.alignment import Ids
+
 TOOL = re.compile(r'"(?:parameters|properties|description|function|input_schema)"')
 """What the schema of a tool holds."""
 BETWEEN = 8
@@ -38,7 +38,7 @@ class Tools(NamedTuple):
 
 
 def find_tools(ids: Ids, text_of: Callable[[int], str]) -> Tools | None:
-    """Find two or more tools, one after the other, each a JSON object.
+    """Find the tools of a prompt, one after the other, each a JSON object.
 
     Args:
         ids: the tokens of a system prompt, int32 [L].
@@ -46,16 +46,14 @@ def find_tools(ids: Ids, text_of: Callable[[int], str]) -> Tools | None:
     """
     words = [text_of(token) for token in ids.tolist()]
     text = "".join(words)
-    if not TOOL.search(text):
-        return None
     found: list[tuple[str, int, int]] = []
-    for tool in _objects(text):
+    for tool in _objects(text) if TOOL.search(text) else ():
         if found and tool[1] - found[-1][2] > BETWEEN:
             if len(found) > 1:
                 break
             found = []
         found.append(tool)
-    if len(found) < 2:
+    if not found:
         return None
     begins = np.array([0, *accumulate(map(len, words))])
     cuts = [int(np.searchsorted(begins, first, side="right")) - 1 for _, first, _ in found]
@@ -92,16 +90,15 @@ class ToolOrder:
         self._written: dict[tuple[str, bool], Ids] = {}
         known = sorted(prompts, key=lambda tools: -len(tools.names))  # so that a missing tool changes no order
         for tools in known:
-            last = len(tools.names) - 1
-            for number, (name, piece) in enumerate(zip(tools.names, tools.pieces)):
+            for number, (name, piece) in enumerate(zip(tools.names, tools.pieces), 1):
                 rank.setdefault(name, len(rank))
-                self._written.setdefault((name, number == last), piece)
+                self._written.setdefault((name, number == len(tools.names)), piece)
         fits = all(rank[one] < rank[other] for tools in known for one, other in pairwise(tools.names))
-        self._rank = rank if fits else {name: number for number, name in enumerate(sorted(rank, key=_called))}
+        self._key = rank.__getitem__ if fits else _called
 
     def sorted(self, tools: Tools) -> Ids:
         """The tokens of these tools in order."""
-        *others, last = sorted(tools.names, key=self._rank.__getitem__)
+        *others, last = sorted(tools.names, key=self._key)
         asked = [*((name, False) for name in others), (last, True)]  # the last one ends the list: written otherwise
         written = self._written
         return np.concatenate(
