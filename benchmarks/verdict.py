@@ -1,14 +1,13 @@
 """The verdict of `treetrain inspect` against measured times, in one batch and in batches of eight rows.
 
-Run: python benchmarks/verdict.py [workload ...] [--repeats 3]
+Run: python benchmarks/verdict.py [workload ...] [--repeats 5]
 
 Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the first sixth of the rows of
-each workload (benchmarks/workloads.py); a fresh process per workload. Measured is the time of the rows that no other
-row extends, each by itself (the fastest of `bench`'s baselines), over that of the trees of all batches, in turns. Rows
-are appended to results/verdict.csv.
+each workload (benchmarks/workloads.py); a fresh process per workload, one thread. Measured is the processor time of the
+rows that no other row extends, each by itself (the fastest of `bench`'s baselines), over that of the trees of all
+batches, in turns; both sides in as many batches. Rows are appended to results/verdict.csv.
 """
 
-import os
 import re
 import statistics
 import time
@@ -62,7 +61,9 @@ def measure(name: str, repeats: int) -> None:
 
     for size in (len(trajectories), BATCH):
         batches = [[trajectories[k] for k in part] for part in np.split(order, range(size, len(order), size))]
-        ratios = [seconds(linear, [linear_rows]) / seconds(engine, batches) for _ in range(repeats)]
+        apart = [linear_rows[at :: len(batches)] for at in range(len(batches))]
+        seconds(engine, batches), seconds(linear, apart)
+        ratios = [seconds(linear, apart) / seconds(engine, batches) for _ in range(repeats)]
         verdict = inspect_rows(trajectories, shape, batch_size=size).verdict()
         predicted, measured = float(re.search(r"([\d.]+)x", verdict)[1]), statistics.median(ratios)
         row = {
@@ -73,6 +74,8 @@ def measure(name: str, repeats: int) -> None:
             "said": verdict.split(",")[0].removeprefix("Train as a tree: "),
             "verdict": f"{predicted:.2f}",
             "measured": f"{measured:.3f}",
+            "measured_min": f"{min(ratios):.3f}",
+            "measured_max": f"{max(ratios):.3f}",
             "efficiency": f"{measured / predicted:.3f}",
         }
         rows.report("verdict", row)
@@ -80,4 +83,4 @@ def measure(name: str, repeats: int) -> None:
 
 if __name__ == "__main__":
     rows.run_each({name: each for name, each in WORKLOADS.items() if name != "unrelated"}, measure, __doc__,
-                  repeats=rows.count(3))  # fmt: skip
+                  repeats=rows.count(5))  # fmt: skip

@@ -1,6 +1,5 @@
 """`treetrain inspect`: figures against brute force, and no torch."""
 
-import io
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import Device
 from treetrain.planning.make import make_plan
 from treetrain.tree.build import build_tree
-from treetrain.tree.stats import tree_stats
+from treetrain.tree.stats import linear_work, tree_stats
 
 
 def unique_by_brute_force(rows: list[list[int]]) -> int:
@@ -31,16 +30,7 @@ def test_the_figures_of_a_file_are_those_of_its_rows(treetrain, token_file) -> N
     assert file["overlap"] == 1 - file["unique"] / 180 and file["token_speedup"] == 180 / file["unique"]
     assert (file["trajectories"], file["trees"], file["longest_path"], file["duplicates"]) == (12, 4, 15, 0)
     assert file["trained_flat"] == 60 and file["saved_trained"] + file["saved_context"] == 180 - file["unique"]
-    assert report["format"] == "tokens" and report["view"] is None and report["views"] == []
-
-
-def test_groups_are_measured_each_by_itself(treetrain, tmp_path) -> None:
-    rows = [([1, 2, 3], "a"), ([1, 2, 4], "a"), ([1, 2, 3], "b"), ([9], None)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"input_ids": ids, "group_id": group}) for ids, group in rows))
-    groups = treetrain("inspect", str(path), "--json").json["groups"]
-    assert groups == {"count": 2, "overlap": 1 - 7 / 9, "token_speedup": 9 / 7}
-    assert "over 2 groups" in treetrain("inspect", str(path)).out
+    assert report["format"] == "tokens" and report["view"] is None and report["transcripts"] == 1
 
 
 def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file, model_folder) -> None:
@@ -73,13 +63,11 @@ def test_the_table_shows_what_the_json_says(treetrain, token_file) -> None:
     assert "note: " not in answer.out
 
 
-def test_rows_without_groups_have_no_group_table(treetrain, tmp_path) -> None:
+def test_repeats_are_counted_and_rows_without_a_mask_are_trained_with_a_note(treetrain, tmp_path) -> None:
     path = tmp_path / "plain.jsonl"
     path.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 2, 3]}\n')
-    assert treetrain("inspect", str(path), "--json").json["groups"] is None
     answer = treetrain("inspect", str(path))
-    assert "groups" not in answer.out and "1 exact repeats" in answer.out
-    assert "note: no labels" in answer.err
+    assert "1 exact repeats" in answer.out and "note: no labels" in answer.err
 
 
 def test_a_chat_file_in_the_calls_view_is_told_whether_its_template_keeps_prefixes(
@@ -96,13 +84,19 @@ def test_a_chat_file_in_the_calls_view_is_told_whether_its_template_keeps_prefix
     argv = ("inspect", chat_file, "--tokenizer", "tiny", "--view", "calls", "--chat-template", str(breaking))
     report = treetrain(*argv, "--json").json
     (lost,) = report["diagnosis"]["causes"]
-    assert report["diagnosis"]["broken"] == lost["rows"] == 4 and lost["cause"] == "front"
+    assert report["diagnosis"]["broken"] == lost["rows"] == 4 and lost["cause"] == "values"
     out = treetrain(*argv).out
     assert "0 of 4 later calls extend" in out and lost["title"] in out and lost["change"] in out
     assert lost["row_text"] in out and out.rstrip().endswith(report["verdict"])
-    views = {(one["view"], one["template"]): one for one in report["views"]}
-    assert len(views) == 4 and {one["trained"] for one in views.values()} == {report["file"]["trained_flat"]}
-    assert views["calls", "chatml"]["tree_flops"] < views["calls", "own"]["tree_flops"]
+    transcripts, calls = (
+        build_tree(
+            load(chat_file, tokenizer=load_tokenizer("tiny"), view=view, chat_template=str(breaking)).trajectories
+        )
+        for view in ("transcript", "calls")
+    )
+    counts = ModelShape.named("qwen3-8b").counts()
+    one, other = (counts.flops(*linear_work(tree)) for tree in (transcripts, calls))
+    assert report["transcripts"] == one / other and kept["transcripts"] == 1
 
 
 def test_conversations_without_any_tokenizer_are_refused_with_the_cure(treetrain, chat_file) -> None:
@@ -210,7 +204,7 @@ def test_a_parquet_file_is_inspected_as_jsonl_is(treetrain, token_file, tmp_path
     rows = [json.loads(line) for line in Path(token_file).read_text().splitlines()]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     found, expected = (treetrain("inspect", file, "--json").json for file in (tmp_path / "rows.parquet", token_file))
-    assert found["file"] == expected["file"] and found["groups"] == expected["groups"]
+    assert found["file"] == expected["file"]
 
 
 def test_options_of_reading_reach_the_reader_and_skipped_records_are_listed(treetrain, tmp_path, monkeypatch) -> None:
@@ -244,17 +238,11 @@ def test_progress_is_a_share_of_the_bytes_with_the_time_left_and_lines_where_the
         assert shown[-1] == said and capsys.readouterr().err == said + "\n"  # at 112, ten seconds after the start
 
 
-def test_tables_fit_80_columns() -> None:
+def test_figures_and_picture_fit_80_columns(treetrain, chat_file, model_folder, monkeypatch) -> None:
     from rich.console import Console
 
-    from treetrain.cli.inspect import views_table
-    from treetrain.inspection.report import ViewCost
-
-    figures = {"rows": 12_642, "flat": 13_606_277, "unique": 1_186_865, "trained": 148_607}
-    costs = {"linear_flops": 1.7e17, "tree_flops": 9.9e15}
-    view = ViewCost(view="transcript", template="chatml", **figures, **costs)
-    out = Console(width=80, record=True, file=io.StringIO())
-    out.print(views_table((view,)))
-    text = out.export_text()
-    assert "transcript chatml" in text and "13.61M" in text and "17.17x" in text
-    assert all(len(line) <= 80 for line in text.splitlines())
+    monkeypatch.setattr("treetrain.cli.inspect.console", lambda **more: Console(width=80, highlight=False))
+    argv = ("inspect", chat_file, "--model", model_folder, "--view", "calls", "--batch-size", "3")
+    tables, why, _ = treetrain(*argv).out.partition("why not more")
+    assert why and "FLOP-ideal speed-up" in tables and "in batches of 3" in tables
+    assert max(map(len, tables.splitlines())) <= 80

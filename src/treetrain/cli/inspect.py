@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from treetrain.cli.common import (
     Parser,
-    ReadRows,
     at_least,
     best_device_model,
     console,
@@ -21,22 +20,20 @@ from treetrain.cli.common import (
     print_json,
     print_notes,
     read,
-    table,
 )
+from treetrain.errors import DataError
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
-    from treetrain.data.trajectory import Trajectory
-    from treetrain.inspection.report import Inspection, Shape, ViewCost
+    from treetrain.inspection.report import Inspection
     from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
 EVERY = 10
 """Seconds between lines of progress where there is no terminal."""
 COMPARED = 50
-"""Conversations that are read again to compare views."""
+"""Conversations that are read again to compare calls with transcripts."""
 
 
 def make_parser() -> Parser:
@@ -88,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
         files=tuple(options.files),
         format=found.format,
         notes=notes,
-        views=_views(options, found, shape),
+        transcripts=_transcripts(options, measured),
         sampled=sampler.share,
         plan=_plan(options, measured) if options.calibrate or options.budget is not None else None,
     )
@@ -139,18 +136,20 @@ class Progress:
         return min(best / max(sum(self.sizes.values()), 1), 1.0)
 
 
-def _views(options: Namespace, found: "ReadRows", shape: "Shape") -> "tuple[ViewCost, ...]":
-    """The first conversations as calls and as transcripts, with their own template and with chatml."""
-    if found.view is None:
-        return ()
-    from treetrain.inspection.report import compare_views
+def _transcripts(options: Namespace, measured: "Inspection") -> float:
+    """FLOPs of the first conversations as transcripts / as calls, each row by itself; 1 where that is not asked."""
+    if measured.view != "calls" or not measured.diagnosis.broken:
+        return 1.0
+    from treetrain.inspection.report import linear_flops
 
-    def again(view: str, template: str) -> "Sequence[Trajectory]":
-        changes = {"view": view, "on_error": "stop"} | ({"chat_template": "chatml"} if template == "chatml" else {})
-        return read(Namespace(**vars(options) | changes), limit=COMPARED).rows
+    def flops(view: str) -> float:
+        again = Namespace(**vars(options) | {"view": view, "on_error": "stop"})
+        return linear_flops(read(again, limit=COMPARED).rows, measured.shape.counts)
 
-    templates = ("chatml",) if options.chat_template == "chatml" else ("own", "chatml")
-    return compare_views(again, templates, shape.counts)
+    try:
+        return flops("transcript") / flops("calls")
+    except DataError:  # a template that cannot write whole conversations
+        return 1.0
 
 
 def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
@@ -169,7 +168,7 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
 
 
 def _print(inspection: "Inspection") -> None:
-    out, file, groups = console(), inspection.stats, inspection.groups
+    out, file = console(), inspection.stats
     rows = [
         ("trajectories", f"{file.trajectories:,} in {file.trees:,} trees, {file.duplicates:,} exact repeats"),
         ("flat tokens", f"{file.flat:,}"),
@@ -183,10 +182,8 @@ def _print(inspection: "Inspection") -> None:
         rows.append(("  over the cheapest", f"{(file.flop_speedup or 1.0) * cheapest:.2f}x against {way}"))
     if inspection.batches:
         names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
-        orders = ", ".join(f"{one.flop_speedup * cheapest:.2f}x {names[one.order]}" for one in inspection.batches)
-        first = inspection.batches[0]
-        sampled = "" if first.measured == first.batches else f" (a sample of {first.measured:,} of {first.batches:,})"
-        rows.append((f"  in batches of {first.size}", orders + sampled))
+        orders = ", ".join(f"{speed * cheapest:.2f}x {names[order]}" for order, speed in inspection.batches.items())
+        rows.append((f"  in batches of {inspection.batch_size}", orders))
     again = f'{inspection.trained_again:,} repeat what an earlier row trains; count="once" trains each once'
     rows += [
         ("longest path", f"{file.longest_path:,} tokens"),
@@ -196,39 +193,14 @@ def _print(inspection: "Inspection") -> None:
         *([("  trained again", again)] if inspection.trained_again else []),
         ("sharing saves", f"{file.saved_context:,} context and {file.saved_trained:,} trained tokens"),
     ]
-    if groups:
-        within = f"{groups.overlap:.3f} ({groups.token_speedup:.2f}x tokens) over {groups.count:,} groups"
-        rows.append(("overlap within groups", within))
     out.print(pairs(rows))
     if inspection.stats.unique:
         out.print(_picture(inspection))
-    if len({one.flat for one in inspection.views if one.template == "chatml"}) > 1:  # several calls in a conversation
-        out.print(views_table(inspection.views))
     out.print(f"\nwhy not more: {inspection.diagnosis.explain()}", markup=False, soft_wrap=True)
     if inspection.plan is not None:
         told = f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{inspection.plan.explain()}"
         out.print(told, markup=False, soft_wrap=True)
     out.print(f"\n{inspection.verdict()}", markup=False, soft_wrap=True)
-
-
-def views_table(views: "Sequence[ViewCost]") -> "Table":
-    """Both views of the same conversations, in at most 80 columns."""
-    cheapest = min(one.linear_flops for one in views)
-    columns = ["view and template", "rows", "flat", "unique", "trained", "FLOPs", "as a tree", "gain"]
-    cells = [
-        [
-            f"{one.view} {one.template}",
-            f"{one.rows:,}",
-            *(f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count:,}" for count in (one.flat, one.unique, one.trained)),
-            *(f"{flops:.2g}" for flops in (one.linear_flops, one.tree_flops)),
-            f"{cheapest / one.tree_flops:.2f}x" if one.tree_flops else "",
-        ]
-        for one in views
-    ]
-    title = (
-        f"\nthe same conversations in both views (at most the first {COMPARED}),\nand the gain over the cheapest rows"
-    )
-    return table(columns, cells, title=title)
 
 
 def _picture(inspection: "Inspection") -> "Text":

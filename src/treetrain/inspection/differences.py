@@ -33,7 +33,8 @@ _DATE = re.compile(
     r"\d{4}[-/]\d{1,2}(?:[-/]\d{1,2})?|\d{1,2}:\d{2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}"
     rf"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b|\b{_MONTH}[a-z]*\.? \d|\d {_MONTH}"
 )
-_ID = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F-]{9,}|(?=[\w-]*\d)[\w-]{8,}|\d{5,}")
+_HEX = re.compile("[0-9a-fA-F-]{14,}")  # part of one looks like a date
+_ID = re.compile(r"(?=[\w-]*\d)[\w-]{8,}|\d{5,}")
 
 
 class Edit(NamedTuple):
@@ -171,7 +172,10 @@ class Differences:
         """The kinds of difference that its text shows; equal differences are decoded once."""
         # With the tokens around, the same on both sides, so that dates and characters of several tokens are whole.
         ids = self.prepared.ids[row]
-        left, right = ids[max(gap.second_start - AROUND, 0) : gap.second_start], ids[gap.second_stop :][: 2 * AROUND]
+        left, right = (
+            ids[max(gap.second_start - 2 * AROUND, 0) : gap.second_start],
+            ids[gap.second_stop :][: 2 * AROUND],
+        )
         sides = [np.concatenate([left, _ends(side), right]) for side in self._sides(row, partner, gap)[::-1]]
         name = (sides[0].tobytes(), sides[1].tobytes())
         if name not in self._known:
@@ -188,12 +192,13 @@ class Differences:
             letters = [np.array(list(text)) for text in texts]
             start = common_prefix(*letters)
             behind = common_prefix(*(each[start:][::-1] for each in letters))
-            for kind, pattern in (("dates", _DATE), ("ids", _ID)):
+            for kind, pattern in (("ids", _HEX), ("dates", _DATE), ("ids", _ID)):
                 spans = [[found.span() for found in pattern.finditer(text)] for text in texts]
                 if all(
                     any(a <= len(text) - behind and b >= start for a, b in each) for text, each in zip(texts, spans)
                 ):
                     kinds.add(kind)
+                    break
         return self._known[name]
 
     def _sides(self, row: int, partner: int, gap: Gap) -> tuple[Ids, Ids]:

@@ -95,7 +95,6 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         data=Markup(written.replace("<", "\\u003c")),
         verdict=inspection.verdict(),
         findings=inspection.diagnosis.sections(),
-        views=inspection.views,
         charts=charts(tree),
         plan=explained,
         notes=inspection.notes,
@@ -117,7 +116,7 @@ def _subtitle(inspection: Inspection) -> str:
 
 
 def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
-    stats, groups = inspection.stats, inspection.groups
+    stats = inspection.stats
     repeats = f", {stats.duplicates:,} exact repeats" if stats.duplicates else ""
     tiles = [
         ("ideal speed-up", f"{stats.flop_speedup:.2f}×", "by FLOPs, all rows as one batch against each by itself"),
@@ -129,18 +128,16 @@ def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
     way, cheapest = inspection.baseline()
     if cheapest < 1 or inspection.batches:
         tiles.insert(1, _cheapest_tile(inspection, way, cheapest))
-    if groups:
-        tiles.insert(-2, ("within groups", f"{groups.overlap:.1%}", f"overlap, over {groups.count:,} groups"))
     return tiles
 
 
 def _cheapest_tile(inspection: Inspection, way: str, cheapest: float) -> tuple[str, str, str]:
-    speeds = {one.order: f"{one.flop_speedup * cheapest:.2f}×" for one in inspection.batches}
+    speeds = {order: f"{speed * cheapest:.2f}×" for order, speed in inspection.batches.items()}
     if not speeds:
         return "over the cheapest", f"{(inspection.stats.flop_speedup or 1.0) * cheapest:.2f}×", f"against {way}"
     orders = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
     return (
-        f"in batches of {inspection.batches[0].size}",
+        f"in batches of {inspection.batch_size}",
         speeds["grouped"],
         f"against {way.split(',')[0].split(' (')[0]}, {orders}",
     )

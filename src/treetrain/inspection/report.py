@@ -1,24 +1,21 @@
-"""The report on the rows of a file: figures by group, batch size, row order, view and chat template, and a verdict.
+"""The report on the rows of a file: figures, sharing within batches, and a verdict.
 
 The text, the JSON object and the page are made from it.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from treetrain.data.columns import columns_of
 from treetrain.data.once import sampled_apart
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
-from treetrain.tree.stats import TreeStats, cheapest_rows, ideal_speedup, linear_work, tree_stats, tree_work
+from treetrain.tree.stats import TreeStats, cheapest_rows, ideal_speedup, linear_work, tree_stats
 from treetrain.tree.token_tree import TokenTree
 
 SAMPLED = 4_000_000
@@ -43,54 +40,6 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSharing:
-    """Sharing within batches, for one batch size and order of rows."""
-
-    order: str
-    """"file": as in the file; "shuffled": at random; "grouped": rows that share a prefix together."""
-    size: int
-    """Rows of a batch."""
-    batches: int
-    measured: int
-    """Batches that were measured, drawn at random."""
-    token_speedup: float
-    flop_speedup: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ViewCost:
-    """The cost of training the same conversations in one view with one chat template."""
-
-    view: str
-    """"calls" or "transcript"."""
-    template: str
-    """"own": the tokenizer's or the one given; "chatml": the built-in one, which keeps prefixes."""
-    rows: int
-    flat: int
-    unique: int
-    trained: int
-    """Trained tokens, summed over the rows."""
-    linear_flops: float
-    """FLOPs of a step with every row by itself."""
-    tree_flops: float
-    """FLOPs of a step as a tree."""
-
-    @property
-    def flop_speedup(self) -> float:
-        """`linear_flops` / `tree_flops`."""
-        return self.linear_flops / self.tree_flops if self.tree_flops else 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WithinGroups:
-    """Sharing within groups of rows, summed over the groups."""
-
-    count: int
-    overlap: float
-    token_speedup: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
     """The sharing of a file's rows, and the causes that limit it."""
 
@@ -107,16 +56,16 @@ class Inspection:
     stats: TreeStats
     sampled: float = 1.0
     """Share of the groups in the files that the rows are; 1 for all."""
-    groups: WithinGroups | None
-    """None if no row has a group."""
     longest_rows: float
     """FLOPs of the rows that no other row extends or repeats / FLOPs of all rows, each by itself."""
     trained_again: int
     """Trained tokens that repeat one that an earlier row trains; `count="once"` leaves them out."""
-    batches: tuple[BatchSharing, ...]
-    """Sharing within batches: grouped, in file order, shuffled; empty if all rows are one batch."""
-    views: tuple[ViewCost, ...] = ()
-    """Conversations as calls and as transcripts, with their own template and one that keeps prefixes; else empty."""
+    batch_size: int
+    batches: dict[str, float]
+    """Speed-up by FLOPs within batches of `batch_size` rows, for three orders of the rows: "grouped", so that rows that
+    share a prefix are together, "file", "shuffled"; empty if all rows are one batch."""
+    transcripts: float = 1.0
+    """FLOPs of whole conversations / FLOPs of their calls, each row by itself."""
     diagnosis: Diagnosis
     """Why the rows do not share more."""
     plan: Plan | None = None
@@ -125,11 +74,8 @@ class Inspection:
     def baseline(self) -> tuple[str, float]:
         """The cheapest way without a tree to train the same sampled tokens, and its FLOPs / those of all rows apart."""
         ways = [("every row by itself", 1.0), ("the rows that no other row extends, each by itself", self.longest_rows)]
-        flops = {one.view: one.linear_flops for one in self.views if one.template == self.views[0].template}
-        if self.view == "calls" and len(flops) == 2 and self.diagnosis.broken:
-            ways.append(
-                ("whole conversations (--view transcript), each by itself", flops["transcript"] / flops["calls"])
-            )
+        if self.diagnosis.broken:
+            ways.append(("whole conversations (--view transcript), each by itself", self.transcripts))
         return min(ways, key=lambda way: way[1])
 
     def verdict(self) -> str:
@@ -138,8 +84,8 @@ class Inspection:
         here = self.stats.flop_speedup or 1.0
         order = "all rows as one batch"
         if self.batches:
-            here = self.batches[0].flop_speedup
-            order = f"batches of {self.batches[0].size} rows grouped by prefix"
+            here = self.batches["grouped"]
+            order = f"batches of {self.batch_size} rows grouped by prefix"
         here *= cheapest
         # Repairs of lost sharing change the speed-up of all rows at once; batches gain about as much.
         repaired = self.diagnosis.repaired_flop_speedup / max(self.diagnosis.flop_speedup, 1e-9)
@@ -161,11 +107,11 @@ class Inspection:
             "shape": {"name": self.shape.name, "assumed": self.shape.assumed},
             "file": dataclasses.asdict(self.stats),
             "sampled": self.sampled,
-            "groups": None if self.groups is None else dataclasses.asdict(self.groups),
             "trained_again": self.trained_again,
             "baseline": dict(zip(("way", "flops_of_all_rows"), self.baseline())),
-            "batches": [dataclasses.asdict(one) for one in self.batches],
-            "views": [dataclasses.asdict(one) | {"flop_speedup": one.flop_speedup} for one in self.views],
+            "batch_size": self.batch_size,
+            "batches": self.batches,
+            "transcripts": self.transcripts,
             "diagnosis": {
                 **dataclasses.asdict(dataclasses.replace(self.diagnosis, forks=())),
                 "explanation": self.diagnosis.explain(),
@@ -200,9 +146,9 @@ def inspect_rows(
         shape=shape,
         tree=tree,
         stats=tree_stats(tree, shape.counts),
-        groups=sharing_within_groups(rows),
         longest_rows=_longest_rows(tree, shape.counts),
         trained_again=trained_again(rows, tree),
+        batch_size=batch_size,
         batches=sharing_in_batches(rows, tree, shape.counts, batch_size),
         diagnosis=diagnose(rows, shape.counts, tokenizer, tree=tree),
     )
@@ -220,25 +166,8 @@ def trained_again(rows: Sequence[Trajectory], tree: TokenTree) -> int:
     return int(uses.sum() - np.count_nonzero(uses))
 
 
-def sharing_within_groups(rows: Sequence[Trajectory]) -> WithinGroups | None:
-    """Measure what the rows of each group share; None if no row has a group."""
-    group = columns_of(rows).group
-    named = np.flatnonzero(group >= 0)
-    if not len(named):
-        return None
-    forest = build_tree([rows[number] for number in named.tolist()], apart=group[named])
-    flat, unique = forest.num_flat_tokens, forest.num_tokens
-    return WithinGroups(
-        count=int(group.max()) + 1,
-        overlap=1 - unique / flat if flat else 0.0,
-        token_speedup=flat / unique if unique else 1.0,
-    )
-
-
-def sharing_in_batches(
-    rows: Sequence[Trajectory], tree: TokenTree, counts: ModelCounts, size: int
-) -> tuple[BatchSharing, ...]:
-    """Measure sharing within batches of `size` rows, for three orders of the rows.
+def sharing_in_batches(rows: Sequence[Trajectory], tree: TokenTree, counts: ModelCounts, size: int) -> dict[str, float]:
+    """Measure the speed-up by FLOPs within batches of `size` rows, for three orders of the rows.
 
     Args:
         rows: K rows.
@@ -247,71 +176,30 @@ def sharing_in_batches(
         size: rows of a batch: those of an optimizer step on one process, gradient accumulation included.
 
     Returns:
-        One entry for each order; none if all rows fit one batch.
+        One number for each order, of a sample of the batches if there are many; none if all rows fit one batch.
     """
     if len(rows) <= size:
-        return ()
+        return {}
     drawn = np.random.default_rng(0)
     orders = {
         "grouped": np.argsort(tree.trajectory_last, kind="stable"),  # depth-first: neighbours share the most
         "file": np.arange(len(rows)),
         "shuffled": drawn.permutation(len(rows)),
     }
-    found = []
+    found = {}
     for name, order in orders.items():
-        batches = np.split(order, range(size, len(rows), size))
-        picked, tokens = [], 0
-        for number in drawn.permutation(len(batches)).tolist():
-            picked.append(batches[number])
-            tokens += int(tree.trajectory_length[batches[number]].sum())
-            if tokens >= SAMPLED:
-                break
-        apart = np.repeat(np.arange(len(picked)), [len(batch) for batch in picked])
-        forest = build_tree([rows[number] for number in np.concatenate(picked).tolist()], apart=apart)
-        found.append(
-            BatchSharing(
-                order=name,
-                size=size,
-                batches=len(batches),
-                measured=len(picked),
-                token_speedup=forest.num_flat_tokens / max(forest.num_tokens, 1),
-                flop_speedup=ideal_speedup(forest, counts),
-            )
-        )
-    return tuple(found)
+        place = drawn.permutation(-(-len(rows) // size))[np.arange(len(rows)) // size]  # batches in any order
+        by = np.argsort(place, kind="stable")
+        order, batch = order[by], place[by]
+        picked = batch <= batch[np.cumsum(tree.trajectory_length[order]) <= SAMPLED].max(initial=0)
+        forest = build_tree([rows[number] for number in order[picked].tolist()], apart=batch[picked])
+        found[name] = ideal_speedup(forest, counts)
+    return found
 
 
-def compare_views(
-    read: Callable[[str, str], Sequence[Trajectory]], templates: Sequence[str], counts: ModelCounts
-) -> tuple[ViewCost, ...]:
-    """Compare both views of conversations, with each of these chat templates.
-
-    A view that a template cannot render is left out.
-
-    Args:
-        read: returns the rows for a view ("calls", "transcript") and a template.
-        templates: "own", "chatml".
-        counts: the model that FLOPs are counted for.
-    """
-    found = []
-    for view, template in itertools.product(("calls", "transcript"), templates):
-        try:
-            tree = build_tree(read(view, template))
-        except DataError:
-            continue
-        found.append(
-            ViewCost(
-                view=view,
-                template=template,
-                rows=tree.num_trajectories,
-                flat=tree.num_flat_tokens,
-                unique=tree.num_tokens,
-                trained=int(tree.trained_edges()[0].sum()),
-                linear_flops=counts.flops(*linear_work(tree, counts.attention_ranges)),
-                tree_flops=counts.flops(*tree_work(tree, counts.attention_ranges)),
-            )
-        )
-    return tuple(found)
+def linear_flops(rows: Sequence[Trajectory], counts: ModelCounts) -> float:
+    """FLOPs of a step with every row by itself."""
+    return counts.flops(*linear_work(build_tree(rows), counts.attention_ranges))
 
 
 def _longest_rows(tree: TokenTree, counts: ModelCounts) -> float:
@@ -320,4 +208,4 @@ def _longest_rows(tree: TokenTree, counts: ModelCounts) -> float:
     linear = counts.flops(*linear_work(tree, counts.attention_ranges))
     if len(rows) == (tree.trajectory_last >= 0).sum() or not linear:
         return 1.0
-    return counts.flops(*linear_work(build_tree(rows), counts.attention_ranges)) / linear
+    return linear_flops(rows, counts) / linear
