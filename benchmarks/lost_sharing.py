@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 import uuid
 from collections.abc import Callable
 from importlib.resources import files
@@ -202,10 +203,8 @@ def written(message: dict[str, Any]) -> str:
 
 
 def spaced(text: str) -> str:
-    """The text of an answer with the arguments written with spaces."""
-    if not text.startswith("<tool_call>\n"):
-        return text
-    return f"<tool_call>\n{json.dumps(json.loads(text[12:-13]))}\n</tool_call>"
+    """The text of an answer with the arguments of a tool call written with spaces."""
+    return re.sub(r"(?s)(?<=<tool_call>\n).*(?=\n</tool_call>)", lambda call: json.dumps(json.loads(call[0])), text)
 
 
 def history(call: Call, earlier: Callable[[str], str], last: Callable[[str], str]) -> Call:

@@ -9,11 +9,10 @@ import pytest
 
 from support.browser import look, needs_browser
 from treetrain.data.trajectory import Trajectory
-from treetrain.inspection.page import PAGE_BYTES, charts, parts, write_page
+from treetrain.inspection.page import PAGE_BYTES, charts, write_page
 from treetrain.inspection.picture import KINDS, draw
 from treetrain.inspection.report import Shape, inspect_rows
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.make import make_plan
 from treetrain.tree.build import build_tree
 
 SHAPE = Shape(counts=ModelShape.named("qwen3-0.6b").counts(), name="qwen3-0.6b", assumed=False)
@@ -72,20 +71,6 @@ def test_folding_keeps_the_area_and_says_what_is_hidden(blocks: int) -> None:
     assert not folded[picture.parent[inner]].any()
     assert (picture.x[inner] == (picture.x + picture.width)[picture.parent[inner]]).all()
     assert f"{blocks:,} blocks" in picture.folded() and f"{picture.hidden.sum():,} smaller ones" in picture.folded()
-
-
-def test_parts_of_a_plan_are_blocks_of_their_own() -> None:
-    tree = build_tree([[1] * 30 + [2] * 20, [1] * 30 + [3] * 25, [1] * 12])
-    plan = make_plan(tree, "qwen3-0.6b", budget=28)
-    picture = draw(tree, plan=plan)
-    part_of = np.full(tree.num_tokens, -1)
-    part_of[plan.layout.tree_index] = plan.part_of
-    for start, count, part in zip(picture.start, picture.unique, picture.part):
-        assert (part_of[start : start + count] == part).all()
-    assert (picture.part < 0).any()
-    for (kind, tokens), kept, prefill, size in zip(parts(plan), plan.kept, plan.prefill, plan.sizes, strict=True):
-        assert (kind == "kept", kind == "recomputed", tokens) == (kept, prefill >= 0, size)
-    assert {"leaf", "recomputed"} <= {kind for kind, _ in parts(plan)}
 
 
 def test_means_and_labels_are_those_of_the_rows_through_a_block() -> None:
@@ -212,7 +197,7 @@ event("click", PointerEvent, box(1), "touch"); found.tapped_again = where()
 press("Escape")
 chosen = -1; draw()
 found.fill = colour()
-found.reward = colour("reward"); found.same = text("key"); found.plan = colour("plan"); found.key = text("key")
+found.reward = colour("reward"); found.same = text("key")
 return { ...found, width: document.documentElement.scrollWidth,
   back_colour: getComputedStyle(document.body).backgroundColor, tall: view.getBoundingClientRect().height }
 """
@@ -224,8 +209,7 @@ return { ...found, width: document.documentElement.scrollWidth,
 def test_a_browser_hovers_taps_zooms_and_walks_by_keyboard_on_a_desk_and_on_a_dark_phone(tmp_path, width, dark) -> None:
     rows = [Trajectory([0] * 40 + [tail] * 20, reward=1.0, id=f"row {tail}") for tail in (1, 2)]
     inspection = inspect_rows(rows, SHAPE, tokenizer=Letters())
-    plan = make_plan(inspection.tree, "qwen3-0.6b", budget=80)
-    page = write_page(dataclasses.replace(inspection, plan=plan), tmp_path / "page.html")
+    page = write_page(inspection, tmp_path / "page.html")
     found = look(page, USE, width=width, dark=dark)
     assert found["errors"] == [] and found["width"] <= width and found["tall"] >= 300
     assert found["start"] == found["back"] == "0 0 60 2"
@@ -233,7 +217,7 @@ def test_a_browser_hovers_taps_zooms_and_walks_by_keyboard_on_a_desk_and_on_a_da
     assert found["zoomed"] == "40 0 20 1" and found["crumbs"].startswith("all 2 trajectories › bbbb")
     assert "cccc" in found["keys"] and found["entered"] == "40 1 20 1"
     assert found["tapped"] == "0 0 60 2" and found["tapped_again"] == "40 0 20 1"
-    assert len({found["fill"], found["reward"], found["plan"]}) == 3 and "recomputed" in found["key"]
+    assert found["fill"] != found["reward"]
     assert found["same"] == "reward 1 in all rows"
     assert found["back_colour"] == ("rgb(18, 22, 27)" if dark else "rgb(246, 247, 249)")
 
@@ -246,7 +230,8 @@ const click = one => {
   view.dispatchEvent(new PointerEvent("click", { bubbles: true, pointerType: "mouse", clientX, clientY }))
 }
 const names = () => drawn.filter(one => one.band).map(one => one.band.name)
-const found = { names: names(), marks: drawn.filter(one => one.mark).length }
+const found = { names: names(), label: drawn.find(one => one.band).band.short,
+  marks: drawn.filter(one => one.mark).length }
 found.orange = drawn.some(one => one.pool && one.pool.trained > 0 && one.w >= 2)
 click(drawn.find(one => one.mark)); found.cause = text("about"); found.link = document.querySelector("#about a").hash
 found.target = document.querySelector(found.link).textContent
@@ -268,7 +253,7 @@ def test_many_rows_are_bands_with_names_that_open_and_marks_that_lead_to_the_cau
             rows.append(Trajectory(ids, loss_weights=np.arange(len(ids)) >= len(prompt), group=f"task {task}"))
     page = write_page(inspect_rows(rows, SHAPE), tmp_path / "page.html")
     found = look(page, LOST, width=390)
-    assert all(name.endswith(" groups") for name in found["names"][:10]) and found["width"] <= 390
+    assert found["names"][0] == "task 0 and 20 more" and "task 0 +" in found["label"] and found["width"] <= 390
     assert 0 < found["marks"] <= 60 and found["link"] == "#cause-1" and "differs from" in found["cause"]
     assert found["target"].startswith("1. values that differ") and found["orange"]
     assert found["deeper"] < found["opened"][0] < 3200 and found["opened"][1] > 0

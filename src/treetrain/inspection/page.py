@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from treetrain import __version__
 from treetrain.inspection.picture import BLOCKS, KINDS, draw
 from treetrain.inspection.report import Inspection
-from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
 
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
@@ -45,8 +44,8 @@ def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
 
 
 def _page(inspection: Inspection, most: int, explained: str | None) -> str:
-    tree, plan = inspection.tree, inspection.plan
-    picture = draw(tree, plan=plan, blocks=most)
+    tree = inspection.tree
+    picture = draw(tree, blocks=most)
     place = np.arange(len(picture.x))
     folded = np.flatnonzero(picture.branches > 0)
     counts = (picture.branches[folded].tolist(), picture.hidden[folded].tolist())
@@ -65,9 +64,6 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         if np.isfinite(values).any():
             modes.append(name)
             blocks[name] = picture.means(values)
-    if plan is not None:
-        modes.append("plan")
-        blocks["part"] = picture.part.tolist()
     forks = picture.forks(inspection.diagnosis)
     data = {
         "blocks": blocks,
@@ -75,7 +71,6 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         "rows": max(picture.rows, 1),
         "modes": modes,
         "kinds": KINDS,
-        "parts": [] if plan is None else parts(plan),
         "bands": picture.bands(),
         "marks": forks,
         "causes": [(lost.title, lost.example()) for lost in inspection.diagnosis.causes],
@@ -100,12 +95,6 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         notes=inspection.notes,
         version=__version__,
     )
-
-
-def parts(plan: Plan) -> list[tuple[str, int]]:
-    """The kind and the tokens of each part of a plan."""
-    kinds = np.where(plan.kept, "kept", np.where(plan.prefill >= 0, "recomputed", "leaf"))
-    return list(zip(kinds.tolist(), plan.sizes.tolist(), strict=True))
 
 
 def _subtitle(inspection: Inspection) -> str:

@@ -1,9 +1,8 @@
 """A token tree as an icicle: blocks whose width is their tokens and whose height is the trajectories through them.
 
 So the area of a block is the tokens that separate rows compute for it, and its width is what the tree computes. A block
-is a run of tokens without a fork, of one kind (context or trained), on the same trajectories and, with a plan, in one
-part. Pre-order gives both coordinates: a block begins at the depth of its first token, and above it lie the
-trajectories that end earlier in pre-order.
+is a run of tokens without a fork, of one kind (context or trained), on the same trajectories. Pre-order gives both
+coordinates: a block begins at the depth of its first token, and above it lie the trajectories that end earlier.
 
 Large trees are folded. The blocks with most flat tokens at and below them stay, so a block's parent stays if it does.
 What hangs below becomes one block for each run of siblings, with the same flat tokens. The page folds blocks that are
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 
 from treetrain.data.columns import codes_of
 from treetrain.inspection.diagnosis import Diagnosis
-from treetrain.planning.plan import Plan
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import TokenTree
@@ -63,8 +61,6 @@ class Picture:
     """int64 [B]: blocks that are folded into it."""
     trained: NDArray[np.float64]
     """[B]: share of its flat tokens that are trained."""
-    part: Int64s
-    """int64 [B]: part of the plan; -1 for none."""
     row_at: Int64s
     """int64 [rows]: the trajectory at each place from the top."""
 
@@ -93,7 +89,7 @@ class Picture:
         flat = float((self.width * self.height)[self.hidden > 0].sum())
         return (
             f"The {shown:,} blocks with most tokens at and below them can be opened; {hidden:,} smaller ones, with "
-            f"{flat / self.tree.num_flat_tokens:.1%} of the flat tokens, are folded into grey blocks of the same area."
+            f"{flat / self.tree.num_flat_tokens:.1%} of the flat tokens, are folded into strips of the same area."
         )
 
     def means(self, values: NDArray[np.float64]) -> list[float | None]:
@@ -169,15 +165,14 @@ MARKS = {"context": "░▒", "trained": "▓█"}
 """Characters of a terminal by kind: on one trajectory, on several."""
 
 
-def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> Picture:
+def draw(tree: TokenTree, *, blocks: int = BLOCKS) -> Picture:
     """Lay out a tree, folded to the `blocks` blocks with most tokens.
 
     Args:
         tree: the batch.
-        plan: a plan of this tree; its parts are blocks of their own.
         blocks: how many to draw before the rest is folded.
     """
-    whole = _all_blocks(tree, plan)
+    whole = _all_blocks(tree)
     if len(whole.x) <= blocks:
         return _by_group(whole)
     end = tree.end[whole.start]
@@ -212,7 +207,6 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
         "branches": np.diff(np.append(first, len(top))),
         "hidden": sums((last - np.arange(len(last)))[top]),
         "trained": sums(trained[top]) / sums(area[top]),
-        "part": np.full(len(lead), -1),
     }
     order = np.argsort(np.append(whole.start[at], joined["start"]), kind="stable")
     merged = {name: np.append(getattr(whole, name)[at], values)[order] for name, values in joined.items()}
@@ -223,19 +217,16 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
     return _by_group(replace(whole, **merged))
 
 
-def _all_blocks(tree: TokenTree, plan: Plan | None) -> Picture:
+def _all_blocks(tree: TokenTree) -> Picture:
     trained = tree.trained_edges()[0] > 0
     # Nothing predicts the first token of a row: it is drawn like the one after it.
     roots = tree.segment_start[:-1][tree.segment_parent < 0]
     longer = roots[tree.end[roots] > roots + 1]
     trained[longer] = trained[longer + 1]
     through = trajectories_through(tree)
-    part = np.full(tree.num_tokens, -1)
-    if plan is not None:
-        part[plan.layout.tree_index] = plan.part_of
     opens = np.zeros(tree.num_tokens, bool)
     opens[tree.segment_start[:-1]] = True
-    for values in (trained, through, part):
+    for values in (trained, through):
         opens[1:] |= values[1:] != values[:-1]
     start = np.flatnonzero(opens)
     above = tree.parent[start]
@@ -254,7 +245,6 @@ def _all_blocks(tree: TokenTree, plan: Plan | None) -> Picture:
         branches=np.zeros(len(start), np.int64),
         hidden=np.zeros(len(start), np.int64),
         trained=trained[start].astype(np.float64),
-        part=part[start],
         row_at=np.argsort(tree.trajectory_last, kind="stable")[int((tree.trajectory_last < 0).sum()) :],
     )
 
@@ -285,7 +275,7 @@ def _by_group(picture: Picture) -> Picture:
     number, y, height = (np.concatenate(each) for each in (numbers, tops, heights))
     order = np.lexsort((picture.x[number], y))
     number, y, height = number[order], y[order], height[order]
-    each = ("x", "width", "kind", "start", "unique", "branches", "hidden", "trained", "part")
+    each = ("x", "width", "kind", "start", "unique", "branches", "hidden", "trained")
     # A piece's parent is the last piece of the parent block that begins at its top or above.
     key = picture.parent[number] * (len(place) + 1) + y
     known = number * (len(place) + 1) + y
