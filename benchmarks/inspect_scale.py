@@ -1,9 +1,10 @@
-"""Time and memory of `treetrain inspect` on a file of token rows. Run: python benchmarks/inspect_scale.py
+"""Time and memory of `treetrain inspect` on a file of token rows. Run: python benchmarks/inspect_scale.py [--two]
 
 Writes a JSONL file of tool-agent-like rows of 2,000 tokens (one system prompt of 400 tokens, groups of 8 rows with a
 prompt of 900 more; masks, rewards), inspects it in a process of its own with all defaults, and appends time, speed and
 peak memory to results/inspect_scale.csv. A million rows are 2 billion tokens and a file of 19 GB; the default is a
-fiftieth. The file is removed afterwards.
+fiftieth. With --two the rows are two random tokens, so that only what is paid for each row counts. The file is removed
+afterwards.
 """
 
 import argparse
@@ -43,15 +44,22 @@ def write_rows(path: Path, count: int) -> None:
             )
 
 
+def write_two(path: Path, count: int) -> None:
+    """Write rows of two random tokens."""
+    pairs = np.random.default_rng(0).integers(0, 100_000, (count, 2)).tolist()
+    path.write_text("".join(f'{{"input_ids": [{one}, {other}]}}\n' for one, other in pairs))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000, help="rows of 2,000 tokens")
+    parser.add_argument("--two", action="store_true", help="rows of two random tokens")
     parser.add_argument("--folder", help="where the file is written; not given: the system's temporary folder")
     parser.add_argument("--dry-run", **result_rows.DRY_RUN)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(folder, "rows.jsonl")
-        write_rows(path, arguments.rows)
+        (write_two if arguments.two else write_rows)(path, arguments.rows)
         size = path.stat().st_size
         command = [sys.executable, "-m", "treetrain", "inspect", str(path), "--json"]
         command += ["--html", str(Path(folder, "page.html"))]
@@ -63,10 +71,14 @@ def main() -> None:
             report = json.load(out)
         seconds = time.perf_counter() - begun
         assert status == 0
-        tokens = arguments.rows * (SYSTEM + PROMPT + ANSWER)
-        unique = SYSTEM + -(-arguments.rows // GROUP) * PROMPT + arguments.rows * ANSWER
         found = report["file"]  # of a sample, if the file does not fit in memory
-        assert abs(found["overlap"] - (1 - unique / tokens)) < 1e-2, found
+        if arguments.two:
+            tokens, unique = found["flat"], found["unique"]
+            assert tokens == 2 * arguments.rows
+        else:
+            tokens = arguments.rows * (SYSTEM + PROMPT + ANSWER)
+            unique = SYSTEM + -(-arguments.rows // GROUP) * PROMPT + arguments.rows * ANSWER
+            assert abs(found["overlap"] - (1 - unique / tokens)) < 1e-2, found
         row = {
             "rows": arguments.rows,
             "flat_tokens": tokens,

@@ -276,7 +276,7 @@ def main() -> None:
             "measured": f"{rows_flops / COUNTS.flops(*tree_work(without)):.3f}",
             "lost_tokens_predicted": found.unique - found.repaired_unique,
             "lost_tokens": tree.num_tokens - without.num_tokens,
-            **first,
+            **(first if arguments.pairs else {}),
         }
         result_rows.report("lost_sharing_pairs" if arguments.pairs else "lost_sharing", row, dry_run=arguments.dry_run)
 

@@ -239,13 +239,14 @@ SECTIONS = (
     Section(
         "Inspecting",
         "`treetrain inspect --html` on a JSONL file of token rows, in one process on a busy machine. Figures are "
-        "of a sample of whole groups; those of 100,000 rows were exact then.",
+        "of a sample of whole groups; those of 100,000 rows were exact then. The 200,000 rows "
+        "are two random tokens each.",
         "inspect_scale.csv",
         ("rows",),
         {
             "rows": lambda row: number(row["rows"]),
             "tokens": lambda row: number(row["flat_tokens"]),
-            "file, GB": lambda row: f"{int(row['file_bytes']) / 1e9:.1f}",
+            "file, GB": lambda row: f"{int(row['file_bytes']) / 1e9:.3g}",
             "seconds": "seconds",
             "CPU seconds": "cpu_seconds",
             "MB a second of CPU": lambda row: f"{int(row['file_bytes']) / 1e6 / float(row['cpu_seconds']):.0f}",
@@ -269,7 +270,8 @@ SECTIONS = (
     Section(
         "Verdict",
         "What `treetrain inspect` says against measured times: the rows that no other row extends, each by itself, "
-        "over trees of batches, all rows at once or eight rows each.",
+        "over trees of as many batches, all rows at once or eight rows each; processor time of one "
+        "thread. Batches of few tokens are slower than FLOPs say, because their passes are small (see Passes).",
         "verdict.csv",
         ("workload", "batch"),
         {
