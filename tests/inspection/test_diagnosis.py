@@ -10,6 +10,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.inspection.alignment import RUN
 from treetrain.inspection.causes import CAUSES
 from treetrain.inspection.diagnosis import diagnose
+from treetrain.inspection.prepared import Prepared
 from treetrain.planning.cost import ModelShape
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_stats, tree_work
@@ -326,6 +327,27 @@ def test_a_cause_that_gains_nothing_is_none():
     drawn = np.random.default_rng(0)
     rows = [Trajectory(drawn.integers(0, 9, 2)) for _ in range(2000)]
     assert diagnose(rows, COUNTS, Words()).causes == ()
+
+
+@pytest.mark.parametrize("other", ["order", "tool list", "history", "front"])
+def test_rows_cut_off_inside_their_tools_are_told_apart_from_another_cause(other):
+    def cut(rows):
+        return [row.replace(ids=row.ids[-420:], loss_weights=row.loss_weights[-420:]) for row in rows]
+
+    rows = [bos(row) if row.episode == 1 else row for row in cut(CLEAN)] if other == "front" else cut(planted(other))
+    assert any(len(row) < 420 for row in rows) and sum(len(row) >= 420 for row in rows) >= 20
+    found = diagnose(rows, COUNTS, Words())
+    assert sorted(lost.cause for lost in found.causes) == sorted(["truncation", other])
+    assert found.repaired_unique == pytest.approx(build_tree(CLEAN).num_tokens, rel=0.1)
+
+
+def test_rows_too_short_to_agree_behind_a_difference_are_not_compared():
+    short = [Trajectory([number, 1, 2]) for number in range(50)]
+    rows = [*short[:20], *PLANTED["think"][0], *short[20:]]
+    prepared = Prepared(rows, Words())
+    assert prepared.numbers == list(range(20, 100)) and Prepared(short, Words()).rows == []
+    (lost,) = diagnose(rows, COUNTS, Words()).causes
+    assert (lost.cause, lost.rows, lost.row) == ("think", LATER, "0/0/1")
 
 
 def test_different_questions_that_agree_in_some_words_are_no_loss():

@@ -127,7 +127,8 @@ class Prepared:
                     self.start[number] += cut * left
         least = int(np.argmin([len(row) - ids.size for row, ids in zip(self.rows, self.ids)])) if padded else 0
         for number, (start, stop) in padded.items():
-            same = (self.ids[least], *[min(start, self.ids[least].size)] * 2)
+            at = min(start, self.ids[least].size)
+            same = (self.ids[least], at, at)
             self.places.append(Place("padding", number, least, (self.rows[number].ids, start, stop), same))
 
     def _cut_front(self) -> None:
@@ -210,10 +211,10 @@ class Prepared:
         partner = next((number for number in given if given[number].tobytes() == usual[0][0]), 0)
         for number, tools in given.items():
             start, stop = found[number].start, found[number].stop
-            other, same = found[partner].start, common_prefix(tools, given[partner])
-            if min(same, tools.size) < max(tools.size, given[partner].size):
-                ours, theirs = (self.given[number], start + same, stop), self.given[partner]
-                self.places.append(Place("order", number, partner, ours, (theirs, other + same, found[partner].stop)))
+            other, equal = found[partner].start, common_prefix(tools, given[partner])
+            if min(equal, tools.size) < max(tools.size, given[partner].size):
+                ours, theirs = (self.given[number], start + equal, stop), self.given[partner]
+                self.places.append(Place("order", number, partner, ours, (theirs, other + equal, found[partner].stop)))
 
     def undo(
         self, row: int, causes: Collection[str], ids: Ids, trained: Bools, place: NDArray[np.int64]
