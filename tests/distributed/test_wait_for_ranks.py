@@ -55,9 +55,9 @@ import datetime, os, signal, sys
 import torch.distributed as dist
 from transformers import TrainingArguments
 import treetrain as tt
-from treetrain.engine import distributed
+from treetrain.engine.extensions import process_group
 
-distributed.JOIN_TIMEOUT = datetime.timedelta(seconds=int(sys.argv[3]))
+process_group.JOIN_TIMEOUT = datetime.timedelta(seconds=int(sys.argv[3]))
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else sys.exit(0) if sys.argv[1] == "ends" else None
 kind = {"tree": tt.TreeArguments, "plain": TrainingArguments}[sys.argv[2]]
