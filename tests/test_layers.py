@@ -88,7 +88,7 @@ def test_a_file_imports_its_own_layer_and_those_below(path):
         assert other is None or other in allowed, f"{path.name} ({own}) imports {name}, which is above it"
 
 
-PROTOCOL = {"treetrain.engine.loss"}
+PROTOCOL = {"treetrain.engine.loss", "treetrain.engine.facts"}
 
 
 def test_the_engine_knows_no_losses_and_losses_only_its_protocol():

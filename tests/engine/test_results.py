@@ -9,7 +9,8 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.loss import StepResult, mean_metrics, read_metrics, summed
+from treetrain.engine.facts import mean_metrics, read_metrics
+from treetrain.engine.loss import StepResult, summed
 
 COUNTS = {
     "flat_tokens": 9,

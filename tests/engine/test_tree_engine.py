@@ -10,8 +10,8 @@ from hypothesis import given
 
 import treetrain as tt
 from support.models import make_model
+from treetrain.engine.facts import add_metrics
 from treetrain.engine.linear import LinearEngine
-from treetrain.engine.loss import add_metrics
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import runs, trajectories, with_random_facts

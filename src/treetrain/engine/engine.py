@@ -24,7 +24,8 @@ from treetrain.engine.costs import cost_of
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension, Reduces, added_loss
-from treetrain.engine.loss import Loss, LossProtocol, Metrics, RowLoss, StepResult, as_loss, needs_logprobs, summed
+from treetrain.engine.facts import Metrics
+from treetrain.engine.loss import Loss, LossProtocol, RowLoss, StepResult, as_loss, needs_logprobs, summed
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from treetrain.engine.facts import Metrics
 from treetrain.engine.lm_head import Scores
-from treetrain.engine.loss import Metrics
 from treetrain.engine.part import ModelPass
 from treetrain.planning.plan import Plan
 

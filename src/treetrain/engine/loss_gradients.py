@@ -21,8 +21,9 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
+from treetrain.engine.facts import Facts, Metrics, add_metrics, describe, split_by_trajectory
 from treetrain.engine.lm_head import Scores, Statistics
-from treetrain.engine.loss import Facts, Loss, Metrics, add_metrics, describe, split_by_trajectory
+from treetrain.engine.loss import Loss
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges

@@ -20,22 +20,18 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
-from treetrain.engine.loss import (
+from treetrain.engine.facts import (
     Facts,
-    Loss,
-    LossSum,
     Metrics,
     Reduction,
-    Scope,
     add_metrics,
     describe,
     extremes,
-    fixed,
     mean_metrics,
-    numeric,
     require_nonnegative_weights,
     weighted_means,
 )
+from treetrain.engine.loss import Loss, LossSum, Scope, fixed, numeric
 from treetrain.errors import DataError, nearest
 
 __all__ = [

@@ -45,19 +45,9 @@ from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.experts import RouterBalance
 from treetrain.engine.extensions.process_group import is_sharded
+from treetrain.engine.facts import Facts, Metrics, add_metrics, describe, mean_metrics
 from treetrain.engine.linear import LinearEngine
-from treetrain.engine.loss import (
-    Facts,
-    Loss,
-    LossProtocol,
-    Metrics,
-    StepResult,
-    add_metrics,
-    as_loss,
-    describe,
-    mean_metrics,
-    summed,
-)
+from treetrain.engine.loss import Loss, LossProtocol, StepResult, as_loss, summed
 from treetrain.engine.memory import expandable_segments
 from treetrain.engine.part import model_device
 from treetrain.errors import DataError, expect, nearest, shortened

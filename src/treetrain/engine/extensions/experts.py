@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from treetrain.device_arrays import on_device
 from treetrain.engine.extension import LossExtension
 from treetrain.engine.extensions.context_parallel import Share
+from treetrain.engine.facts import Metrics, add_metrics
 from treetrain.engine.lm_head import Scores
-from treetrain.engine.loss import Metrics, add_metrics
 from treetrain.engine.part import ModelPass
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router
