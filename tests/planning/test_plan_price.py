@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treetrain.planning.cost import CostModel, ModelShape, Speeds
-from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, head_chunk_rows
+from treetrain.planning.cost import CostModel, ModelShape, Speeds, head_chunk_rows
+from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS
 from treetrain.planning.plan import Plan
 from treetrain.testing.forests import forests
 from treetrain.tree.build import build_tree

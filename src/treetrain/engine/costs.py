@@ -29,9 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from treetrain.engine import lm_head
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
 from treetrain.engine.meters import CountedAttention, CountedPaths, Meter
-from treetrain.engine.part import model_device
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import Capabilities, causal_lm, check_model
+from treetrain.models.capability import Capabilities, causal_lm, check_model, model_device
 from treetrain.models.loading import load_config, model_without_weights
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced_forward, tree_attention

@@ -14,10 +14,8 @@ from treetrain.engine.deferred import DeferredGradient
 from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
-from treetrain.engine.model_state import fingerprint
-from treetrain.engine.part import model_device
 from treetrain.engine.ranks import Sharing
-from treetrain.models.capability import Capabilities, check_model
+from treetrain.models.capability import Capabilities, check_model, fingerprint, model_device
 from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan

@@ -33,7 +33,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.kernel_checks import failure_of, relative_error
 from treetrain.models.capability import IDENTITY, Capabilities, LogitMap
 from treetrain.models.tree_mode import replaced_forward
-from treetrain.planning.devices import head_chunk_rows
+from treetrain.planning.cost import head_chunk_rows
 from treetrain.softmax_attention.attention import CHECKED, why_not
 
 ENVIRONMENT = "TREETRAIN_HEAD"

@@ -8,18 +8,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treetrain.device_arrays import to_device
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.extension import Extension
-from treetrain.engine.lm_head import GradientBuffers, HeadCall, ScoreRequest, Scores, scoring_head
+from treetrain.engine.lm_head import Edges, GradientBuffers, HeadCall, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.memory import PassCounts
-from treetrain.engine.part import DeviceLayout, LayoutArrays, ModelPass, Part, attention_of, model_device
+from treetrain.engine.part import LayoutArrays, ModelPass, Part
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import Capabilities
+from treetrain.models.capability import Capabilities, model_device
 from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
 from treetrain.planning.plan import Plan
+from treetrain.softmax_attention.attention import AttentionTree
+from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import Piece, pack
+from treetrain.tree.layout import PackedLayout, Piece, pack
+
+
+def layout_arrays(layout: PackedLayout, *, score: bool) -> LayoutArrays:
+    """The numbers of a layout that a model reads; `score=False` leaves the edges out."""
+    none = np.zeros(0, np.int64)
+    scored = (layout.rows, layout.edge_row_index, layout.edge_targets) if score else (none, none, none)
+    return LayoutArrays(*(x.astype(np.int64, copy=False) for x in (layout.input_ids, layout.positions, *scored)))
+
+
+class DeviceLayout:
+    """The tensors of a layout on a device."""
+
+    def __init__(self, arrays: LayoutArrays, device: torch.device):
+        # One copy, so that the host need not wait for a GPU at each part.
+        self.input_ids, self.positions, rows, edge_row, targets = to_device(arrays, device)
+        self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=arrays.edge_row)
 
 
 class ModelPasses:
@@ -126,8 +145,8 @@ class ModelPasses:
     def run(self, part: Part, request: ScoreRequest, *, score: bool = True, idle: bool = False) -> Scores:
         """Run one forward; `idle` if it only accompanies those of other processes."""
         model, capabilities = self._model.model, self._model.capabilities
-        attention = attention_of(part)
-        arrays = LayoutArrays.of(part.piece.layout, score=score)
+        attention = AttentionTree(Forest.of(part.piece.layout), part.cache)
+        arrays = layout_arrays(part.piece.layout, score=score)
         model_pass = ModelPass(part, arrays, attention, request, scores=score, idle=idle)
         for extension in self._extensions:
             extension.before_forward(model_pass)

@@ -1,4 +1,4 @@
-"""Detects that a model has changed: since it was checked, or between a score and its backward."""
+"""Detects that a model has changed between a score and its backward, which may run parts forward again."""
 
 from typing import Any
 
@@ -9,64 +9,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _ADAPTER_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
-_WITH_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")
-"""Fields of peft's layers that are no numbers or strings, and that checks read."""
 _WITHOUT_EFFECT = {"training", "gradient_checkpointing", "use_cache", "return_dict", "output_router_logits", "dtype"}
 """Settings that generation, evaluation, saving and trainers switch. No pass in tree mode depends on them. (`training`
 switches dropout, but a model with active dropout is refused.)"""
 _SMALL = 1 << 20
 """Buffers of up to this many elements are copied. Larger ones are compared by `_checksum`, which misses some changes,
 such as two experts that exchange their biases."""
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-class _Identity:
-    """An object that equals itself alone. It stays alive, so that no other one has its address."""
-
-    def __init__(self, value: object):
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def fingerprint(model: nn.Module, value_head: nn.Module | None) -> list[object]:
-    """What the checks of a model read: its modules, their settings, hooks and adapters, and the weights' kinds.
-
-    Two equal fingerprints of one model mean that checking it again would give the same answer.
-    """
-    found: list[object] = []
-    for root in (model, value_head):
-        for module in root.modules() if isinstance(root, nn.Module) else ():  # a head of another kind is refused later
-            fields = vars(module)
-            found += (id(module), type(module))
-            for name, value in fields.items():
-                if type(value) in _PLAIN:
-                    found.append(value)
-                elif name in _WITH_SETTINGS or (name[0] != "_" and type(value) is dict):
-                    found.append(repr(value))
-                elif name in ("config", "forward", "_compiled_call_impl"):
-                    found.append(_Identity(value))
-            found += (*fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
-            for p in fields["_parameters"].values():
-                if p is not None:
-                    found += (id(p), p.requires_grad, p.dtype)
-    config = getattr(model, "config", None)
-    if config is not None:
-        found.append(repr(sorted(_settings(config))))
-    return found
-
-
-def _settings(config: Any) -> list[tuple[str, str]]:
-    """The settings of a configuration, and of those within it."""
-    found: list[tuple[str, str]] = []
-    for name, value in vars(config).items():
-        found += _settings(value) if hasattr(value, "model_type") else [(name, repr(value))]
-    return found
 
 
 def switches_of(model: nn.Module, parameters: list[nn.Parameter]) -> dict[str, str]:

@@ -17,7 +17,8 @@ from treetrain.engine.executor import Executor
 from treetrain.engine.lm_head import ScoreRequest, score_edges
 from treetrain.engine.loss_gradients import Batch, predictions_of
 from treetrain.engine.memory import PassCounts
-from treetrain.engine.part import DeviceLayout, LayoutArrays, Part
+from treetrain.engine.model_passes import DeviceLayout, layout_arrays
+from treetrain.engine.part import Part
 from treetrain.errors import DataError
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree
@@ -54,7 +55,7 @@ class PackedPart(DeviceLayout):
         predictions: Int64[np.ndarray, " T"],
         cache: KVCacheView | None = None,
     ):
-        super().__init__(LayoutArrays.of(layout, score=len(edges) > 0), device)
+        super().__init__(layout_arrays(layout, score=len(edges) > 0), device)
         self.tree = AttentionTree(Forest.of(layout), cache)
         self._largest_target = int(layout.edge_targets[edges].max(initial=-1))
         rows = layout.edge_row_index[edges]

@@ -4,20 +4,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from jaxtyping import Int64
-from torch import Tensor, nn
 
-from treetrain.device_arrays import to_device
-from treetrain.engine.lm_head import Edges, ScoreRequest
+from treetrain.engine.lm_head import ScoreRequest
 from treetrain.models.tree_mode import AttentionBackend
-from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.kv_cache import KVCacheView
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.tree.layout import PackedLayout, Piece
+from treetrain.tree.layout import Piece
 
 T = TypeVar("T")
-_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +39,6 @@ class LayoutArrays(NamedTuple):
     edge_row: Int64[np.ndarray, " E"]
     targets: Int64[np.ndarray, " E"]
 
-    @classmethod
-    def of(cls, layout: PackedLayout, *, score: bool) -> "LayoutArrays":
-        """The arrays of a layout; `score=False` leaves the edges out."""
-        scored = (layout.rows, layout.edge_row_index, layout.edge_targets) if score else (_NONE, _NONE, _NONE)
-        return cls(*(x.astype(np.int64, copy=False) for x in (layout.input_ids, layout.positions, *scored)))
-
-
-class DeviceLayout:
-    """The tensors of a layout on a device."""
-
-    def __init__(self, arrays: LayoutArrays, device: torch.device):
-        # One copy, so that the host need not wait for a GPU at each part.
-        self.input_ids, self.positions, rows, edge_row, targets = to_device(arrays, device)
-        self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=arrays.edge_row)
-
 
 @dataclass
 class ModelPass:
@@ -81,18 +60,3 @@ class ModelPass:
     def extra(self, kind: type[T]) -> T | None:
         """The extra of a class; None if no extension has added one."""
         return next((x for x in self.extras if isinstance(x, kind)), None)
-
-
-def attention_of(part: Part) -> AttentionTree:
-    """Tree attention over a part."""
-    return AttentionTree(Forest.of(part.piece.layout), part.cache)
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """The device that the model takes its input on."""
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    weight: Tensor = next(embeddings.parameters())
-    mesh = getattr(weight, "device_mesh", None)
-    if mesh is None or mesh.device_type == weight.device.type:
-        return weight.device
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())  # offloaded

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from treetrain.data.columns import codes_of
 from treetrain.inspection.diagnosis import Diagnosis
-from treetrain.tree.assemble import Int64s
 from treetrain.tree.stats import trajectories_through
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Int64s, TokenTree
 
 BLOCKS = 24_000
 """Blocks that are drawn before the rest is folded."""

@@ -25,8 +25,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
-from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import Int64s
 
 TILE = 64
 """Maximum tokens in a tile: the chunk size of the stock implementations."""

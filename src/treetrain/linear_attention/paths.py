@@ -26,8 +26,8 @@ from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
 from treetrain.linear_attention.scans import Scans, kernel_for, scanned_gated_delta
 from treetrain.softmax_attention.kv_cache import RowBuffers
-from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import Int64s
 
 # ---- the recurrent cache
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import levels_of
-from treetrain.tree.assemble import Int64s, ranges
 from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import Int64s, ranges
 
 
 class Call(NamedTuple):

@@ -268,6 +268,16 @@ def causal_lm(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model  # type: ignore[return-value]
 
 
+def model_device(model: nn.Module) -> torch.device:
+    """The device that the model takes its input on."""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    weight: Tensor = next(embeddings.parameters())
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or mesh.device_type == weight.device.type:
+        return weight.device
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())  # offloaded
+
+
 def loaded(model: Any) -> nn.Module:
     """The model; raises TypeError for a name, a configuration, or anything else that is no module."""
     if isinstance(model, nn.Module):
@@ -491,3 +501,57 @@ def _rotary_border(entry: dict[str, Any], config: Any) -> int | None:
         f"and its rows. Supported: {', '.join(sorted(STATIC_SCALINGS))}; dynamic and longrope for rows that do not "
         "reach the length at which their frequencies change."
     )
+
+
+# ---- changes
+
+_PLAIN = (bool, int, float, str, type(None))
+_WITH_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")
+"""Fields of peft's layers that are no numbers or strings, and that checks read."""
+
+
+class _Identity:
+    """An object that equals itself alone. It stays alive, so that no other one has its address."""
+
+    def __init__(self, value: object):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fingerprint(model: nn.Module, value_head: nn.Module | None) -> list[object]:
+    """What the checks of a model read: its modules, their settings, hooks and adapters, and the weights' kinds.
+
+    Two equal fingerprints of one model mean that checking it again would give the same answer.
+    """
+    found: list[object] = []
+    for root in (model, value_head):
+        for module in root.modules() if isinstance(root, nn.Module) else ():  # a head of another kind is refused later
+            fields = vars(module)
+            found += (id(module), type(module))
+            for name, value in fields.items():
+                if type(value) in _PLAIN:
+                    found.append(value)
+                elif name in _WITH_SETTINGS or (name[0] != "_" and type(value) is dict):
+                    found.append(repr(value))
+                elif name in ("config", "forward", "_compiled_call_impl"):
+                    found.append(_Identity(value))
+            found += (*fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
+            for p in fields["_parameters"].values():
+                if p is not None:
+                    found += (id(p), p.requires_grad, p.dtype)
+    config = getattr(model, "config", None)
+    if config is not None:
+        found.append(repr(sorted(_settings(config))))
+    return found
+
+
+def _settings(config: Any) -> list[tuple[str, str]]:
+    """The settings of a configuration, and of those within it."""
+    found: list[tuple[str, str]] = []
+    for name, value in vars(config).items():
+        found += _settings(value) if hasattr(value, "model_type") else [(name, repr(value))]
+    return found

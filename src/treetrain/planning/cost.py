@@ -34,16 +34,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.errors import UnsupportedModel, expect, nearest
-from treetrain.planning.devices import SLACK, Collective, Device, Group, head_chunk_rows
+from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, SLACK, Collective, Device, Group
 from treetrain.planning.plan import Passes, Plan, heights
-from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import FULL, AttentionRange, Pairs, pairs_at
 from treetrain.tree.stats import TreeStats, tree_stats
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Int64s, TokenTree
 
 WIDE = 4
 """Bytes of float32, the dtype of log-probabilities, entropies and summed gradients."""
+
+
+def head_chunk_rows(vocab: int, device: str = "cpu") -> int:
+    """Rows whose logits the head computes at once on a kind of device; unlisted kinds count as a CPU."""
+    device = device if device in HEAD_CHUNK_LOGITS else "cpu"
+    least, most = HEAD_CHUNK_ROWS[device]
+    return max(least, min(most, HEAD_CHUNK_LOGITS[device] // vocab))
 
 
 @dataclass(frozen=True, kw_only=True)

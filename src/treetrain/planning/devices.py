@@ -26,13 +26,6 @@ HEAD_CHUNK_ROWS = {"cpu": (64, 2048), "cuda": (64, 8192)}
 """Minimum and maximum rows per chunk."""
 
 
-def head_chunk_rows(vocab: int, device: str = "cpu") -> int:
-    """Rows whose logits the head computes at once on a kind of device; unlisted kinds count as a CPU."""
-    device = device if device in HEAD_CHUNK_LOGITS else "cpu"
-    least, most = HEAD_CHUNK_ROWS[device]
-    return max(least, min(most, HEAD_CHUNK_LOGITS[device] // vocab))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """One rank's device and its links to the other ranks."""

@@ -233,10 +233,17 @@ def make_plan(
         plan, tokens = partition(layout, budget, cost.seconds), budget
     else:
         size = max(PART_TOKENS[cost.device], cost.hiding_tokens)
-        plan, tokens = partition(layout, None, cost.seconds, part_tokens=size), None
+        plan, tokens = _within_size(layout, cost, size), None
         if free_bytes is not None and cost.peak_bytes(plan) > free_bytes:
             plan, tokens = within_bytes(layout, cost, Bytes(free_bytes))
     return replace(plan, purpose=Budgeted(cost=cost, budget=budget, tokens=tokens))
+
+
+def _within_size(layout: PackedLayout, cost: CostModel, size: int) -> Plan:
+    """The plan without a bound: one part, or parts of about this size."""
+    if layout.num_tokens <= size:
+        return Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
+    return partition(layout, None, cost.seconds, part_tokens=size)
 
 
 def trained_layout(tree: TokenTree) -> PackedLayout:

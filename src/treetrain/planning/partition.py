@@ -34,8 +34,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from treetrain.planning.plan import Bools, Plan, segment_heights
-from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import Int64s
 
 Seconds = Callable[[Plan], float]
 _Item = tuple[int, int]  # an item to pack: number of tokens, and its piece or (for a small subtree) its first token

@@ -16,9 +16,8 @@ import numpy as np
 from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
-from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
-from treetrain.tree.token_tree import path_to
+from treetrain.tree.token_tree import Int64s, path_to
 
 Bools = NDArray[np.bool_]
 

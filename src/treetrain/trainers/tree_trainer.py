@@ -49,10 +49,9 @@ from treetrain.engine.facts import Facts, Metrics, add_metrics, describe, mean_m
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.loss import Loss, LossProtocol, StepResult, as_loss, summed
 from treetrain.engine.memory import expandable_segments
-from treetrain.engine.part import model_device
 from treetrain.errors import DataError, expect, nearest, shortened
 from treetrain.losses import PolicyLoss
-from treetrain.models.capability import loaded
+from treetrain.models.capability import loaded, model_device
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.trajectory import MAX_TOKEN_ID, Trajectory, first_bool
 from treetrain.errors import DataError, expect, quoted
-from treetrain.tree.assemble import Int32s, Int64s, assemble
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Int32s, Int64s, TokenTree, assemble
 
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache
 
@@ -94,7 +93,8 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree
 
 def _check_rows(rows: Any) -> None:
     """Raise DataError or TypeError unless this is a sequence of rows."""
-    expect("rows", rows, Iterable, "a list of rows, each a Trajectory or a list of token ids")
+    if not isinstance(rows, Iterable):
+        expect("rows", rows, Iterable, "a list of rows, each a Trajectory or a list of token ids")
     if isinstance(rows, Mapping | str):
         raise DataError(
             f"rows are given as one {type(rows).__name__}; give a list of rows, each a list of token ids, or "

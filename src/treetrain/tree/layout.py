@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
-from treetrain.tree.assemble import Int64s, ranges
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Int64s, TokenTree, ranges
 
 Bools = NDArray[np.bool_]
 

@@ -26,10 +26,10 @@ from treetrain.engine.loss import as_loss
 from treetrain.engine.loss_gradients import KnownGradients
 from treetrain.engine.memory import PassCounts
 from treetrain.engine.model_passes import ModelPasses
-from treetrain.engine.part import Part, model_device
+from treetrain.engine.part import Part
 from treetrain.errors import UnsupportedModel
 from treetrain.losses import sft
-from treetrain.models.capability import check_model
+from treetrain.models.capability import check_model, model_device
 from treetrain.planning.cost import CostModel, budget_share
 from treetrain.planning.make import Bytes
 from treetrain.planning.plan import Plan

@@ -22,11 +22,10 @@ from treetrain.engine.extensions.experts import RouterBalance, by_place, route_a
 from treetrain.engine.extensions.parameter_hooks import gradients_aside
 from treetrain.engine.extensions.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.engine.loss import Loss, as_loss, needs_logprobs
-from treetrain.engine.part import model_device
 from treetrain.errors import UnsupportedModel, expect
 from treetrain.kernel_checks import relative_error
 from treetrain.losses import sft
-from treetrain.models.capability import check_model, loaded
+from treetrain.models.capability import check_model, loaded, model_device
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row, as_tree

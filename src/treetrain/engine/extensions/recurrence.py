@@ -8,8 +8,9 @@ from torch import nn
 from treetrain.engine.extension import Extension
 from treetrain.engine.extensions.context_parallel import Share
 from treetrain.engine.lm_head import Scores
-from treetrain.engine.part import ModelPass, model_device
+from treetrain.engine.part import ModelPass
 from treetrain.linear_attention.paths import Paths, StateCache
+from treetrain.models.capability import model_device
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.planning.plan import Plan
 

@@ -21,10 +21,9 @@ from treetrain.engine.extensions.process_group import (
 )
 from treetrain.engine.extensions.sharded import PassesTogether, Sharded
 from treetrain.engine.extensions.tensor_parallel import TensorParallel, tensor_parallel_ranks
-from treetrain.engine.part import model_device
 from treetrain.engine.ranks import Ranks, Sharing
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import Capabilities
+from treetrain.models.capability import Capabilities, model_device
 from treetrain.tree.layout import PackedLayout
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from torch.func import functional_call
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
 from treetrain.engine.memory import PassCounts
-from treetrain.engine.model_passes import ModelPasses
-from treetrain.engine.part import DeviceLayout
+from treetrain.engine.model_passes import DeviceLayout, ModelPasses
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import TreeRun
