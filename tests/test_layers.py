@@ -1,6 +1,8 @@
 """The shape of the package: which layer may import which, and how large its files and functions may be."""
 
 import ast
+import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,29 @@ def test_the_engine_knows_no_losses_and_losses_only_its_protocol():
             assert {layer(name) for name in named - PROTOCOL} <= {
                 None, "losses", "device_arrays", "data", "errors"
             }, path  # fmt: skip
+
+
+CORE = ("executor", "score", "loss_gradients", "model_passes", "own_model", "part", "extension", "lm_head", "memory")
+OPTIONS = re.compile(
+    r"router|recurren|state_?cache|context.?parallel|tensor.?parallel|expert.?parallel|fsdp|shard|mixture"
+)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_neither_imports_nor_names_its_options(name):
+    path = SOURCE / "engine" / f"{name}.py"
+    assert not {found for found in imports(path) if found.startswith("treetrain.engine.extensions")}
+    code = ast.unparse(without_texts(TREES[path])).lower()
+    assert not OPTIONS.search(code), f"{name} names {OPTIONS.search(code)}"
+
+
+def without_texts(tree: ast.AST) -> ast.AST:
+    """A copy of a module without its docstrings and messages, which may explain what an option needs."""
+    tree = copy.deepcopy(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return tree
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if layer(module_name(p)) in WITHOUT_TORCH], ids=lambda p: p.name)

@@ -32,7 +32,6 @@ from treetrain.engine.loss_gradients import (
     Selection,
     StreamedGradients,
     added_up,
-    check_batch,
     evaluate_gradients,
     last_states,
     predictions_of,
@@ -200,9 +199,9 @@ class TreeEngine:
         return self.sharing.ranks
 
     @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 shards the model, so that calls are collective."""
-        return self.sharing.sharded
+    def collective(self) -> bool:
+        """Whether the passes of calls are collective: FSDP2 shards the model."""
+        return self.sharing.collective
 
     @property
     def balanced(self) -> bool:
@@ -312,7 +311,7 @@ class TreeEngine:
             raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
         self.sharing.check_hooks(self.parameters)
         tree = self.tree_of(trajectories)
-        check_batch(tree, self.capabilities)
+        self._check_tree(tree)
         predicted = predictions_of(tree, mask)
         rows: Sequence[Trajectory] | None = tree.trajectories
         weight = 0.0
@@ -377,6 +376,14 @@ class TreeEngine:
         everyone = None if sent is None else [row for own, _ in of_data for row in own or ()]
         return everyone, sum(weight for _, weight in of_data)
 
+    def _check_tree(self, tree: TokenTree) -> None:
+        """Raise DataError for rows that the model cannot read."""
+        check_batch(tree, self.capabilities)
+        if tree.experts is not None:
+            from treetrain.engine.extensions.experts import check_recorded
+
+            check_recorded(tree, self.capabilities.experts)
+
     def _plan_step(self, step: Step, *, sync: bool, balance: "RouterBalance | None") -> tuple[Step, Plan, Reduces]:
         """Plan this rank's passes, and say which backwards reduce sharded gradients."""
         batch, ranks = step.batch, self.ranks
@@ -393,7 +400,7 @@ class TreeEngine:
                     "the balance of the routers": routers,
                 }
             )
-        if self.sharded:
+        if self.collective:
             from treetrain.engine.extensions.sharded import plan_together
 
             # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
@@ -459,7 +466,7 @@ class TreeEngine:
         batch, loss, normaliser = step.batch, step.loss, step.normaliser
         table = model.table(batch.layout, entropy="entropies" in loss.needs)
         streamed = StreamedGradients(table, batch, loss, normaliser)
-        if plan.num_parts or self.sharded:
+        if plan.num_parts or self.collective:
             added = added_loss(extensions) if extensions else None
             if added is not None and plan.num_parts > 1 and not added.known:
                 first = self.passes_type(model, extensions, counts, None)
@@ -528,7 +535,7 @@ class TreeEngine:
         with ranks.together("router_balance"):
             model.capabilities = model.check()
             tree = self.tree_of(trajectories)
-            check_batch(tree, self.capabilities)
+            self._check_tree(tree)
             if self.capabilities.experts is None:
                 raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
             layout = pack(tree, trim=False)
@@ -614,7 +621,7 @@ class TreeEngine:
             if model.live:
                 self.sharing.check_hooks(self.parameters)
             tree = self.tree_of(rows)
-            check_batch(tree, self.capabilities)
+            self._check_tree(tree)
             reads: Batch | States
             if values == "rewards":
                 layout, last = last_states(tree, self.capabilities)
@@ -670,7 +677,7 @@ class TreeEngine:
                 "lack the gradient of the routers' auxiliary loss, which the model's configuration asks for "
                 f"(output_router_logits=True, router_aux_loss_coef={self.capabilities.auxiliary:g})"
             )
-        elif self.sharded:
+        elif self.collective:
             why = "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
         elif several and self.sharing.has_own_rows:
             why = (
@@ -686,7 +693,7 @@ class TreeEngine:
 
     def _layers_checked(self) -> AbstractContextManager[None]:
         """Around a call: check adapters, hooks and forwards of users that have not been checked before."""
-        if self._accepted == self.prepared.state and not self.sharded:
+        if self._accepted == self.prepared.state and not self.collective:
             return nullcontext()
         return self._layers_tried()
 

@@ -88,7 +88,7 @@ class Scores:
     """The fused loss: the log-probabilities times known coefficients."""
     values: Float[Tensor, " R *c"] | None = None
     carrier: Tensor | None = None
-    """The model's own output under FSDP2, which hooks it, so every backward must also start from it."""
+    """The model's own output where hooks on it must run in every backward, which then also starts from it."""
     statistics: Statistics | None = None
 
     @property
@@ -350,7 +350,7 @@ def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest
                 scores = replace(scores, logprobs=scores.logprobs + zero_of(values))
         if capabilities.scores_tokens:
             carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
-            carrier = carrier.clone() if request.reaches_all_weights else carrier  # FSDP's hook would not follow a view
+            carrier = carrier.clone() if request.reaches_all_weights else carrier  # a hook would not follow a view
         else:  # distinct, unevenly spaced numbers, one per token, so that the one kept is known
             like = scores.logprobs
             carrier = (torch.arange(len(flat), device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)

@@ -182,13 +182,13 @@ def last_states(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayo
 
 
 def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
-    """Check that ids are in the vocabulary, rows within the model's positions, recorded experts in the model.
+    """Check that ids are in the vocabulary and rows within the model's positions.
 
     Raises:
         DataError: naming the trajectory, both values and what to do.
     """
     if tree.num_tokens and int(tree.tokens.max()) >= capabilities.vocab_size:
-        name, token = _through(tree, tree.tokens >= capabilities.vocab_size)
+        name, token = name_through(tree, tree.tokens >= capabilities.vocab_size)
         raise DataError(
             f"{name}: token id {tree.tokens[token]} at position {tree.depth[token]} is outside the "
             f"model's vocabulary of {capabilities.vocab_size}; use the tokenizer that belongs to the model."
@@ -208,27 +208,9 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
             "rows on both sides cannot share a prefix. Shorten the row, or give the model a rotary scaling that does "
             "not depend on the length (yarn, linear, llama3)."
         )
-    recorded, experts = tree.experts, capabilities.experts
-    if recorded is None or not (recorded >= 0).any():
-        return
-    if experts is None:
-        raise DataError("rows have recorded experts, but the model has none; leave `experts` out")
-    layers, each = recorded.shape[1:]
-    if layers not in (experts.places, experts.layers) or each != experts.top_k:
-        raise DataError(
-            f"rows have {each} recorded experts in {layers} layers; the model has {experts.layers} layers, of which "
-            f"{experts.places} choose {experts.top_k} experts: give [L, {experts.places} or {experts.layers}, "
-            f"{experts.top_k}]"
-        )
-    if experts.experts is None or int(recorded.max()) >= experts.experts:
-        name, token = _through(tree, np.any(recorded >= (experts.experts or 0), axis=(1, 2)))
-        raise DataError(
-            f"{name}: recorded expert {recorded.max()} at position {tree.depth[token]}, but the model "
-            f"has {experts.experts} experts, numbered from 0; were the rows sampled by another model?"
-        )
 
 
-def _through(tree: TokenTree, wrong: Bool[np.ndarray, " N"]) -> tuple[str, int]:
+def name_through(tree: TokenTree, wrong: Bool[np.ndarray, " N"]) -> tuple[str, int]:
     """The name of a trajectory through the first of these tokens, and that token."""
     token = int(np.argmax(wrong))
     number = int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))

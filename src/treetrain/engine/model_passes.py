@@ -65,8 +65,8 @@ class ModelPasses:
         self.device = model.device
         self._model, self._extensions, self._table = model, extensions, table
         self._keep_logits = keep_logits
-        # FSDP2 unshards weights only during a pass, so their gradients must not be collected over passes.
-        self._buffers = None if model.sharing.sharded else GradientBuffers()
+        # Where passes are collective, weights are whole only during a pass, so no sum over passes holds their gradients.
+        self._buffers = None if model.sharing.collective else GradientBuffers()
 
     @contextmanager
     def passes(self, *, graph: bool, backward: bool) -> Iterator[None]:

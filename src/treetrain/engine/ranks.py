@@ -83,8 +83,8 @@ class Sharing:
     """The processes whose rows make up a step."""
     same_rows = Ranks()
     """Those of them that hold the same rows and run the same plan (context or tensor parallel)."""
-    sharded = False
-    """Whether the model's weights are sharded, so that passes are collective calls in an order that all ranks share."""
+    collective = False
+    """Whether passes are collective calls, in an order that all ranks share: each holds a shard of the weights."""
     divides_parts = 1
     """The number of processes that divide the tokens of every part; their budgets add up."""
 
@@ -96,7 +96,7 @@ class Sharing:
     @property
     def passes_with(self) -> Ranks:
         """The processes that run every pass together with this one: they wait for one another in it."""
-        return self.ranks if self.sharded else self.same_rows
+        return self.ranks if self.collective else self.same_rows
 
     def check_model(self, capabilities: Capabilities) -> None:
         """Raise UnsupportedModel for a model that these processes cannot divide."""

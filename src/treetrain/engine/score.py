@@ -61,7 +61,7 @@ class Scoring:
         self.plan, self.layout = plan, plan.layout
         if self.live:
             # Where passes are collective, all ranks keep their graphs, or none does.
-            ranks = engine.sharing.ranks if engine.sharing.sharded else Ranks()
+            ranks = engine.sharing.ranks if engine.sharing.collective else Ranks()
             keeps = all(ranks.exchange(engine.keeps_graphs(plan)))
             self.plan = plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
         self.tokens_without_graph, self.attention = 0, Counter[str]()
@@ -150,7 +150,7 @@ class Scoring:
 
     @property
     def _has_passes(self) -> bool:
-        return self.layout.num_tokens > 0 or self.engine.sharing.sharded
+        return self.layout.num_tokens > 0 or self.engine.sharing.collective
 
     def _count(self, attempt: Try) -> None:
         self.plan = attempt.plan
@@ -287,7 +287,7 @@ class Scored:
         """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
 
         Args:
-            sync: with several ranks, average gradients over them (reduce sharded ones), as `DistributedDataParallel`
+            sync: with several ranks, average gradients over them, as `DistributedDataParallel`
                 does. False leaves them local; pass it in every call of an accumulation except the last.
 
         Raises:

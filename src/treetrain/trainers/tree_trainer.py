@@ -485,7 +485,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[object]:
         # FSDP2 casts by itself.
-        return contextlib.nullcontext() if engine.sharded else self.accelerator.autocast()
+        return contextlib.nullcontext() if engine.collective else self.accelerator.autocast()
 
 
 # ---- Losses, and the facts that they need
@@ -614,11 +614,11 @@ def logprobs(
         own = [rows[number] for number in shares[ranks.rank].tolist()]
         mask = None if every else [row.weights[1:] != 0 for row in own]
         scores: Any = ([],) * (1 + entropies)
-        if own or engine.sharded:
+        if own or engine.collective:
             scores = engine.logprobs(own, return_entropy=entropies, mask=mask)
         return [[one.cpu() for one in column] for column in (scores if entropies else (scores,))]
 
-    if engine.sharded:
+    if engine.collective:
         everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
     else:
         with ranks.together("scoring"):

@@ -30,8 +30,9 @@ from treetrain.engine.extension import LossExtension
 from treetrain.engine.extensions.context_parallel import Share
 from treetrain.engine.facts import Metrics, add_metrics
 from treetrain.engine.lm_head import Scores
+from treetrain.engine.loss_gradients import name_through
 from treetrain.engine.part import ModelPass
-from treetrain.errors import UnsupportedModel
+from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router
 from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 from treetrain.planning.plan import Plan
@@ -216,6 +217,32 @@ class Experts(LossExtension):
     def slope(self, counts: Int[Tensor, " n"]) -> Float64[Tensor, "n E"]:
         """d loss / d probability for some tokens."""
         return counts.double()[:, None] * (self.scale * (self.whole or self.balance).slope)
+
+
+def check_recorded(tree: TokenTree, experts: MixtureOfExperts | None) -> None:
+    """Check that recorded experts are those of the model.
+
+    Raises:
+        DataError: naming the trajectory, both values and what to do.
+    """
+    recorded = tree.experts
+    if recorded is None or not (recorded >= 0).any():
+        return
+    if experts is None:
+        raise DataError("rows have recorded experts, but the model has none; leave `experts` out")
+    layers, each = recorded.shape[1:]
+    if layers not in (experts.places, experts.layers) or each != experts.top_k:
+        raise DataError(
+            f"rows have {each} recorded experts in {layers} layers; the model has {experts.layers} layers, of which "
+            f"{experts.places} choose {experts.top_k} experts: give [L, {experts.places} or {experts.layers}, "
+            f"{experts.top_k}]"
+        )
+    if experts.experts is None or int(recorded.max()) >= experts.experts:
+        name, token = name_through(tree, np.any(recorded >= (experts.experts or 0), axis=(1, 2)))
+        raise DataError(
+            f"{name}: recorded expert {recorded.max()} at position {tree.depth[token]}, but the model "
+            f"has {experts.experts} experts, numbered from 0; were the rows sampled by another model?"
+        )
 
 
 def has_work(experts: MixtureOfExperts, tree: TokenTree, *, balanced: bool) -> bool:

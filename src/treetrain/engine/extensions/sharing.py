@@ -65,8 +65,8 @@ class GroupSharing(Sharing):
         self.context, self.tensor = GroupRanks(context), tensor_parallel_ranks(model, group, context)
         self.same_rows = self.context if self.tensor.alone else self.tensor
         self.ranks = ranks_of(model, group, value_head, self.same_rows)
-        self.sharded, self.divides_parts = is_sharded(model), self.context.size
-        self.may_compile = not self.sharded and self.tensor.alone
+        self.collective, self.divides_parts = is_sharded(model), self.context.size
+        self.may_compile = not self.collective and self.tensor.alone
         self.has_own_rows = self.tensor.alone
 
     def check_model(self, capabilities: Capabilities) -> None:
@@ -81,7 +81,7 @@ class GroupSharing(Sharing):
         inner: list[Extension] = []
         if not self.passes_with.alone:
             inner.append(PassesTogether(self.passes_with, self.same_rows, self.ranks))
-        if self.sharded:
+        if self.collective:
             inner.append(Sharded(self._model, self._value_head, self.ranks))
         return outer, inner
 

@@ -61,7 +61,7 @@ def token_mixing_checked(engine: EngineModel) -> Iterator[None]:
     found = _additions(engine)
     found = {name: (module, what) for name, (module, what) in found.items() if _ACCEPTED.get(module) != what}
     names = {name for name, (_, what) in found.items() if what.adapter or what.forward}
-    if sharing.sharded:
+    if sharing.collective:
         names = set().union(*sharing.ranks.exchange(names))
     if names:
         modules = {name: module for name, module in engine.model.named_modules() if name in names}
@@ -93,7 +93,7 @@ def _additions(engine: EngineModel) -> dict[str, tuple[nn.Module, _Additions]]:
         fields, adapter, forward, hooks = vars(module), None, None, ()
         if "_active_adapter" in fields and not fields.get("_disable_adapters"):
             adapter = repr((fields["_active_adapter"], fields.get("merged_adapters")))
-        if not engine.sharing.sharded and module is not head:  # `fully_shard` has hooks of its own
+        if not engine.sharing.collective and module is not head:  # `fully_shard` has hooks of its own
             forward = _reference(fields["forward"]) if "forward" in fields else None
             hooks = *fields["_forward_pre_hooks"], *fields["_forward_hooks"]
         if (adapter or forward or hooks) and module not in whole and not whole & set(fields["_modules"].values()):
@@ -156,7 +156,7 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
     changed = int(np.flatnonzero(layout.input_ids == 1)[0])
     tokens = np.arange(_TOKENS)
     apart = torch.from_numpy((tokens < changed) | (tokens >= layout.ends[changed]))
-    head, model, sharded = engine.capabilities.head, engine.model, engine.sharing.sharded
+    head, model, sharded = engine.capabilities.head, engine.model, engine.sharing.collective
     probe = _Probe(modules, head, changed, apart)
     with ExitStack() as stack:
         stack.enter_context(_buffers_kept(model))
