@@ -32,6 +32,7 @@ from treetrain.engine.loss_gradients import (
     Selection,
     StreamedGradients,
     added_up,
+    check_batch,
     evaluate_gradients,
     last_states,
     predictions_of,

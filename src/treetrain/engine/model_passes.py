@@ -65,7 +65,7 @@ class ModelPasses:
         self.device = model.device
         self._model, self._extensions, self._table = model, extensions, table
         self._keep_logits = keep_logits
-        # Where passes are collective, weights are whole only during a pass, so no sum over passes holds their gradients.
+        # Where passes are collective, weights are whole only during a pass; no sum over passes holds their gradients.
         self._buffers = None if model.sharing.collective else GradientBuffers()
 
     @contextmanager
