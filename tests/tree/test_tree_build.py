@@ -9,7 +9,7 @@ from trie_of_dicts import check_tree
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.tree import TokenTree, assemble, build_tree
+from treetrain.tree import TokenTree, build_tree, token_tree
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
 KEYS = st.sampled_from([None, "a", "b"])
@@ -48,9 +48,9 @@ def test_rows_of_different_key_share_nothing(pairs):
 def test_leaves_peeled_in_layers_give_the_same_tree_as_one_piece_at_a_time(thin, monkeypatch):
     rng = np.random.default_rng(thin)
     rows = [rng.integers(0, 3, rng.integers(0, 12)).tolist() for _ in range(300)]
-    monkeypatch.setattr(assemble, "_THIN", 10**9)
+    monkeypatch.setattr(token_tree, "_THIN", 10**9)
     one_by_one = build_tree(rows)
-    monkeypatch.setattr(assemble, "_THIN", thin)
+    monkeypatch.setattr(token_tree, "_THIN", thin)
     tree, expected = build_tree(rows), trie_of_dicts.arrays(rows)
     for name in ("tokens", "parent", "depth", "end"):
         assert getattr(tree, name).tolist() == getattr(one_by_one, name).tolist() == expected[name].tolist()
