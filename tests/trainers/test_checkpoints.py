@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error(copied) -> None:
 
 def test_a_checkpoint_of_plain_transformers_is_not_trusted(tmp_path) -> None:
     make_trainer(tmp_path / "out", kind=Trainer, max_steps=2).train()
-    with pytest.raises(TornCheckpoint, match=r"no checkpoint is whole: .*checkpoint-2: manifest\.json is missing or altered"):
+    with pytest.raises(TornCheckpoint, match=r"no checkpoint is whole: .*checkpoint-2: manifest\.json is missing"):
         resume(tmp_path / "new", str(tmp_path / "out" / "checkpoint-2"))
 
 
