@@ -204,6 +204,37 @@ def wrapped(group: Any, kind: str) -> float:
     return relative_error(found, gradients(alone))
 
 
+def raising_the_same_error(group: Any) -> list[str]:
+    """This rank's outcomes of steps; the loss of rank 1 raises one and the same error in the first two."""
+    engine, error, calls = tt.TreeEngine(make_model("qwen3"), group=group), Oops("again"), []
+
+    def loss(logprobs, entropies, row):
+        calls.append(1)
+        if dist.get_rank(group) == 1 and len(calls) < 3:
+            raise error
+        return logprobs.sum(), {}
+
+    return [error_of(lambda: engine.forward_backward([[1, 2, 3]], loss, 1.0)) for _ in range(3)]
+
+
+def interrupted(group: Any) -> str:
+    """This rank's error when another rank is interrupted (Ctrl-C), goes on with the next step, and ends."""
+    engine = tt.TreeEngine(make_model("qwen3"), group=group)
+    group.get_group_store().delete_key("treetrain error")  # of an earlier test in these processes
+
+    def loss(logprobs, entropies, row):
+        if dist.get_rank(group) == 1:
+            raise KeyboardInterrupt
+        return logprobs.sum(), {}
+
+    try:
+        outcome = error_of(lambda: engine.forward_backward([[1, 2, 3]], loss, 1.0))
+    except KeyboardInterrupt:
+        outcome = error_of(lambda: engine.forward_backward([[1, 2, 3]], tt.losses.sft()))
+        os._exit(0 if "start all processes again" in outcome else 7)
+    return outcome
+
+
 def left_alone(group: Any, parallel: str, killed: bool) -> str:
     """Return this rank's error when the model of another rank raises during a pass, or its process is killed."""
     model, sharing = _model(parallel, group)
@@ -270,6 +301,18 @@ def test_ranks_in_a_pass_that_another_has_left_are_told_its_error_when_its_proce
         run_on_ranks(left_alone, parallel, killed)
     assert "rank 0: RanksDisagree: another rank has left this pass" in str(failed.value)
     assert ("see what it said" if killed else "rank 1 of 2: Oops: in the second layer") in str(failed.value)
+
+
+def test_a_rank_that_is_interrupted_is_out_of_step_and_says_so(run_on_ranks) -> None:
+    with pytest.raises(RankFailed, match="rank 1: the process ended") as failed:
+        run_on_ranks(interrupted)
+    assert "rank 0: RanksDisagree: another rank has left this pass" in str(failed.value)
+    assert "rank 1 of 2: KeyboardInterrupt" in str(failed.value)
+
+
+def test_the_same_error_object_may_be_raised_in_several_steps(run_on_ranks) -> None:
+    for outcomes in run_on_ranks(raising_the_same_error):
+        assert "Oops: again" in outcomes[0] and "Oops: again" in outcomes[1] and outcomes[2] == "no error"
 
 
 def test_uses_that_cannot_be_exact_on_shards_are_refused(run_on_ranks) -> None:

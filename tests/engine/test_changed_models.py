@@ -1,12 +1,15 @@
 """What changes between a score and its backward: refused by name where the gradients would be of another model."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import treetrain as tt
 from support.models import make_model
 from support.plans import planned
 from treetrain.engine.deferred import DeferredGradient
+from treetrain.errors import UnsupportedModel
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 
@@ -115,3 +118,19 @@ def test_what_forwards_and_generation_write_is_no_change():
     loss_of(scored.logprobs).backward()
     scored.backward()
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+def test_a_dropout_of_any_kind_is_seen_whenever_it_is_switched_on():
+    model = make_model("qwen3", dtype=torch.float64).train()
+    mlp = model.model.layers[0].mlp
+    mlp.dropout, mlp._drop_rates = np.float64(0.0), {"up": 0.0}
+    engine = tt.TreeEngine(model)
+    for switch in (
+        lambda rate: setattr(mlp, "dropout", np.float64(rate)),
+        lambda rate: mlp._drop_rates.update(up=rate),
+    ):
+        engine.logprobs([[1, 2, 3]])
+        switch(0.5)
+        with pytest.raises(UnsupportedModel, match="dropout 0.5"):
+            engine.logprobs([[1, 2, 3]])
+        switch(0.0)

@@ -1,6 +1,8 @@
 """Counts of a model without data: FLOPs and ranges of every family, and bytes against those of real steps."""
 
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -275,6 +277,29 @@ def test_a_model_is_counted_once_until_something_changes_it(monkeypatch):
     next(model.parameters()).requires_grad_(False)
     cost_of(model)
     assert len(calls) == 2
+
+
+def test_the_cost_and_the_plans_of_an_engine_are_those_of_its_model_as_it_is_now(monkeypatch):
+    model = make_model("qwen3")
+    engine = tt.TreeEngine(model)
+    before = engine.cost
+    for parameter in list(model.parameters())[:-1]:
+        parameter.requires_grad_(False)
+    assert engine.cost == cost_of(model) != before
+    purpose = engine.plan([[1, 2, 3, 4], [1, 2, 5]]).purpose
+    assert purpose is not None and purpose.cost == cost_of(model)
+
+
+def test_a_model_that_cannot_be_counted_is_not_kept_alive(monkeypatch):
+    monkeypatch.setattr(costs, "_COUNTED", {})
+    model = make_model("qwen3")
+    layer = model.model.layers[0].mlp
+    layer.__class__ = type("Peeking", (type(layer),), {"forward": lambda self, x: x * float(x.sum() > 0)})
+    assert cost_if_countable(model) is None
+    alive = weakref.ref(model)
+    del model, layer
+    gc.collect()
+    assert alive() is None
 
 
 def test_layers_that_are_alike_are_run_once():

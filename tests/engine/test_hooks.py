@@ -106,3 +106,15 @@ def test_a_loss_that_fails_leaves_no_gradients_behind(hooked):
     with pytest.raises(KeyError) as found:
         tt.TreeEngine(model, budget=2).forward_backward(ROWS, Fails())
     assert "incomplete" in found.value.__notes__[0]
+
+
+@every_budget
+def test_a_hook_that_is_registered_between_score_and_backward_sees_the_whole_gradient(budget):
+    model = make_model("qwen2")
+    scored = tt.TreeEngine(model, budget=budget).score(IDS)
+    calls = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
+    sum(row.sum() for row in scored.logprobs).backward()
+    scored.backward()
+    assert len(calls) == len(list(model.parameters()))

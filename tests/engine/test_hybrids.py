@@ -1,6 +1,8 @@
 """Models with recurrent layers: the numerics contract in every plan shape, and the shapes that recurrence is about."""
 
+import gc
 import inspect
+import weakref
 
 import numpy as np
 import pytest
@@ -154,6 +156,26 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         # Three recurrent layers, each with a state and the last three inputs, values and gradients.
         state, tail = 4 * 8 * 12, 3 * (2 * 2 * 8 + 4 * 12)
         assert slots.num_bytes == (3 * slots.most * (state + tail) * 4 * 2 if slots.most else 0)
+
+
+def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
+    made: list[weakref.ref] = []
+
+    class Watched(paths.StateCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("treetrain.engine.extensions.recurrence.StateCache", Watched)
+    engine = tt.TreeEngine(make_model("qwen3_5_deep"), budget=4)
+    scored = engine.score([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9]])
+    assert scored.plan.scores_first == "recomputed" and scored.parts > 1
+    gc.collect()
+    assert [cache() for cache in made] == [None]
+    torch.cat(scored.logprobs).sum().backward()
+    scored.backward()
+    gc.collect()
+    assert [cache() for cache in made] == [None, None]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_deep", "olmo_hybrid"])

@@ -42,7 +42,8 @@ from treetrain.tree.layout import FULL, pack
 TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""
 CPU = torch.device("cpu")
-_COUNTED: dict[Any, ModelCounts | UnsupportedModel] = {}
+_COUNTED: dict[Any, ModelCounts | str] = {}
+"""Counts by what they depend on; the message of the error for a model that cannot be counted."""
 
 
 def cost_of(model: nn.Module) -> CostModel:
@@ -63,10 +64,10 @@ def cost_of(model: nn.Module) -> CostModel:
         try:
             _COUNTED[key] = count(model, device)
         except UnsupportedModel as error:
-            _COUNTED[key] = error
+            _COUNTED[key] = str(error)  # the error itself would hold the model, by its traceback
     counts = _COUNTED[key]
-    if isinstance(counts, UnsupportedModel):
-        raise counts
+    if isinstance(counts, str):
+        raise UnsupportedModel(counts)
     kind = "cuda" if device.type == "cuda" else "cpu"
     counts, shards, copies = counts.checkpointed(is_checkpointed(model)), 1, 1
     if any(hasattr(p, "device_mesh") for p in model.parameters()):

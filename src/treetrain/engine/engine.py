@@ -216,7 +216,7 @@ class TreeEngine:
         Raises:
             UnsupportedModel: a model that cannot be counted.
         """
-        return self.prepared.cost or cost_of(self.model)
+        return cost_of(self.model)
 
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
         """The tree of a batch; raises DataError for rows that are no token ids."""
@@ -228,7 +228,12 @@ class TreeEngine:
         return self.prepared.plan(layout, self.budget, free=free)
 
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
-        """The plan of a training step on these trajectories under the engine's budget."""
+        """The plan of a training step on these trajectories under the engine's budget.
+
+        Raises:
+            UnsupportedModel: the model has changed and would not be exact on a tree now.
+        """
+        self.prepared.capabilities = self.prepared.check()
         tree = self.tree_of(trajectories)
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
         return self._faster(tree, plan)[1]
@@ -280,7 +285,9 @@ class TreeEngine:
         with ranks.together("forward_backward"):
             step = self._prepare(trajectories, loss, normaliser, mask)
             if self.balanced and balance is None and ranks.data_size > 1:
+                asked = self.capabilities
                 balance = self.router_balance(step.tree)
+                self.prepared.capabilities = asked
             step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
             with self.prepared.rollback() as rollback, self._layers_checked():
                 result = self._run(step, plan, reduces, balance, rollback)

@@ -1,5 +1,6 @@
 """A model as an engine sees it: what it can do, what a pass costs, which plans fit into its memory."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from treetrain.engine import lm_head
 from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.deferred import DeferredGradient
 from treetrain.engine.extension import Extension, Reduces
@@ -122,8 +124,9 @@ class EngineModel:
         """The cost model, counted without running the model; None for a model that cannot be counted."""
         autocast = torch.is_autocast_enabled(self.device.type)
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
-        if self._cost[0] != dtype:
-            self._cost = dtype, cost_if_countable(self.model)
+        key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
+        if self._cost[0] != key:
+            self._cost = key, cost_if_countable(self.model)
         return self._cost[1]
 
     def plan(self, layout: PackedLayout, budget: int | Bytes | None, *, free: int | None = None) -> Plan:
@@ -258,11 +261,17 @@ class EngineModel:
             from treetrain.engine.extensions.compiled import CompiledLayers
 
             found.append(CompiledLayers(model, self._compiled))
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
-            from treetrain.engine.extensions.parameter_hooks import HooksOnce
-
-            found.append(HooksOnce(self.parameters))
         found += within
         for extension in found:
             extension.reduces = reduces
+        self.attach_hooks(found)
         return found
+
+    def attach_hooks(self, extensions: list[Extension]) -> None:
+        """Have hooks of parameters run once in a run, if there are any now. They may come between score and backward."""
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+            from treetrain.engine.extensions.parameter_hooks import HooksOnce
+
+            if not any(isinstance(extension, HooksOnce) for extension in extensions):
+                place = sum(not extension.within_hooks for extension in extensions)
+                extensions.insert(place, HooksOnce(self.parameters))

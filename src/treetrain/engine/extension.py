@@ -33,6 +33,8 @@ class Extension:
 
     reduces: Reduces = "each"
     """The backwards of the next run that reduce gradients over processes. The engine sets it."""
+    within_hooks = False
+    """Whether hooks of parameters run after its `around`, since they must see what it adds to the gradients."""
 
     def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
         """A run of the plan begins; an earlier one is over.

@@ -2,14 +2,16 @@
 
 `extensions/process_group.py` has the processes of a group. Why ranks cannot deadlock there, whatever fails on one:
 
-- Ranks wait for one another in `Ranks.exchange` and in collective operations of passes, nowhere else.
+- Ranks wait for one another in `Ranks.exchange`, in collective operations of passes, and in `Ranks.gather`, where no
+  data of one rank can make it fail shortly before (free bytes, averages after a step).
 - Every public call runs within `together`. All ranks of a group make the same exchanges in a call, since what decides
   on an exchange (settings, the kind of call) is compared in the first one. `together` ends with one more.
 - A rank that fails between two exchanges makes exactly one more: `together` sends its error in place of a value. The
   others, in their next exchange, raise RanksDisagree with it. There is a next one, since `together` ends with one.
 - An error that rises on all ranks at once (their settings differ) makes all of them send it: one exchange again.
 - An error of the loss in the middle of passes that ranks run together is kept until these passes are over. Any other
-  error there ends the group: the process marks it as lost, and the others are told why, or time out.
+  error there ends the group: the process marks it as lost, and the others are told why, or time out. So does an
+  interrupt (Ctrl-C) anywhere, since it may come within an exchange.
 
 DataError, ValueError, TypeError and UnsupportedModel rise where they are found, RanksDisagree on all other ranks.
 """

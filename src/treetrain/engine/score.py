@@ -125,6 +125,7 @@ class Scoring:
         """
         if self.added_loss is not None:
             self.added_loss.scale = torch.as_tensor(added).double()
+        self.engine.attach_hooks(self._extensions)
         for extension in self._extensions:
             extension.reduces = reduces
         if not self._has_passes:

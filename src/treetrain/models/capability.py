@@ -2,7 +2,7 @@
 
 The checks look at layers (their kind, window and rotary scaling), not at the name of the model. Static checks cannot
 see everything, such as a layer that mixes tokens without the attention interface, or a forward that rescales the logits
-after the head. The first call catches these before any gradient exists: see ``engine/packed.py``.
+after the head. The first call catches these before any gradient exists: see ``engine/model_passes.py``.
 """
 
 import inspect
@@ -533,9 +533,9 @@ def fingerprint(model: nn.Module, value_head: nn.Module | None) -> list[object]:
             fields = vars(module)
             found += (id(module), type(module))
             for name, value in fields.items():
-                if type(value) in _PLAIN:
+                if isinstance(value, _PLAIN):
                     found.append(value)
-                elif name in _WITH_SETTINGS or (name[0] != "_" and type(value) is dict):
+                elif name in _WITH_SETTINGS or (isinstance(value, dict) and (name[0] != "_" or "drop" in name)):
                     found.append(repr(value))
                 elif name in ("config", "forward", "_compiled_call_impl"):
                     found.append(_Identity(value))

@@ -1,8 +1,8 @@
 """Mixtures of experts: finds a model's routers and checks that they are exact on a tree.
 
 Routers and experts act on every token independently, so they are exact on a packed tree unless a router draws random
-numbers or experts drop tokens beyond a capacity. ``engine/routing.py`` has what needs more: the auxiliary loss, which
-covers all tokens of all rows, and recorded choices of experts.
+numbers or experts drop tokens beyond a capacity. ``engine/extensions/experts.py`` has what needs more: the auxiliary
+loss, which covers all tokens of all rows, and recorded choices of experts.
 """
 
 import re

@@ -168,6 +168,14 @@ class GroupRanks(Ranks):
         except Exception as error:
             if not self.lost and not self._knows(error):
                 self.gather((call, f"{type(error).__name__}: {error}", None))
+            if len(self._calls) == 1:  # the same object may be raised again in a later call
+                vars(error).get("_known_to", set()).discard(id(self))
+            raise
+        except (KeyboardInterrupt, SystemExit) as error:
+            # It may have come within an exchange, so this process cannot know which of them the others are in.
+            if not self.lost:
+                with suppress(RuntimeError):
+                    self.leave(error)
             raise
         finally:
             self._calls.pop()

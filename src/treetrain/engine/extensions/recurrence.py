@@ -27,8 +27,12 @@ class Recurrence(Extension):
 
     @contextmanager
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
-        with tree_recurrence(self._model):
-            yield
+        try:
+            with tree_recurrence(self._model):
+                yield
+        finally:
+            if backward or not graph:  # the run is over, but a score holds its extensions until it is dropped
+                self._states = None
 
     def before_forward(self, model_pass: ModelPass) -> None:
         part, states = model_pass.part, None

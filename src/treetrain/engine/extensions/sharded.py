@@ -39,6 +39,8 @@ class PassesTogether(Extension):
         others: all ranks that must know when this one leaves them in the middle of a pass.
     """
 
+    within_hooks = True
+
     def __init__(self, ranks: Ranks, *others: Ranks):
         self._ranks, self._others = ranks, others
         self._error: Exception | None = None
@@ -66,6 +68,8 @@ class PassesTogether(Extension):
 
 class Sharded(Extension):
     """Steps one rank through the common order of passes."""
+
+    within_hooks = True
 
     def __init__(self, model: nn.Module, value_head: nn.Module | None, ranks: Ranks):
         self._model, self._ranks = model, ranks
