@@ -131,6 +131,6 @@ def test_a_dropout_of_any_kind_is_seen_whenever_it_is_switched_on():
     ):
         engine.logprobs([[1, 2, 3]])
         switch(0.5)
-        with pytest.raises(UnsupportedModel, match="dropout 0.5"):
+        with pytest.raises(UnsupportedModel, match=r"dropout 0\.5"):
             engine.logprobs([[1, 2, 3]])
         switch(0.0)

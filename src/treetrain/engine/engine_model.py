@@ -268,7 +268,7 @@ class EngineModel:
         return found
 
     def attach_hooks(self, extensions: list[Extension]) -> None:
-        """Have hooks of parameters run once in a run, if there are any now. They may come between score and backward."""
+        """Have the hooks that parameters have now run once in a run. Some may be set between score and backward."""
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
             from treetrain.engine.extensions.parameter_hooks import HooksOnce
 
