@@ -117,9 +117,9 @@ def peak_and_cache(model: nn.Module, layout, plan) -> tuple[int, int]:
         extensions = engine.prepared.extensions(tt.build_tree([[0]]), balanced=False)
         passes = ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients)
         executor = Executor(plan, passes, gradients=True)
+        states = [x._states for x in extensions if isinstance(x, Recurrence)]
         executor.train()
-    states = sum(x._states.num_bytes for x in extensions if isinstance(x, Recurrence))
-    return meter.peak, (executor._cache.num_bytes if executor._cache is not None else 0) + states
+    return meter.peak, sum(cache.num_bytes for cache in (executor._cache, *states) if cache is not None)
 
 
 def forest(vocabulary: int, trunk: int, branch: int):
