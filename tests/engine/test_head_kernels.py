@@ -19,7 +19,7 @@ from support.triton_here import GPU, triton_or_skip
 from treetrain import kernel_checks
 from treetrain.engine import lm_head
 from treetrain.engine.costs import cost_of
-from treetrain.engine.lm_head import EdgesOfChunk, PlainChunk, Scaling, Slopes, TritonChunk, chunk_type
+from treetrain.engine.lm_head import ChunkGradients, EdgesOfChunk, PlainChunk, Scaling, TritonChunk, chunk_type
 from treetrain.models.capability import LogitMap
 from treetrain.testing.linear import gradients, relative_error
 
@@ -49,7 +49,7 @@ def chunk_of(kind: type[PlainChunk], dtype: torch.dtype, scaling: Scaling, vocab
     entropies = first.entropies(lse) if entropy else None
     second = kind(nn.functional.linear(rows, weight), scaling, entropy=entropy, backward=True)
     of_entropies = () if entropies is None else (entropies, by_entropy)
-    grad = second.gradient(lse, edges, Slopes(by_edge, by_row, *of_entropies))
+    grad = second.gradient(lse, edges, ChunkGradients(by_edge, by_row, *of_entropies))
     # The truth, of the logits as their dtype has them.
     raw = nn.functional.linear(rows, weight).double().requires_grad_()
     z = scaling.logit_map(raw) / scaling.temperature

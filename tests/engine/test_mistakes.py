@@ -66,3 +66,11 @@ def test_rows_that_are_no_trajectories_are_refused_where_facts_are_needed(model,
     arguments = tt.TreeArguments(output_dir=str(tmp_path), report_to=[])
     for call in (lambda: tt.group_advantages(rows), lambda: tt.TreeTrainer(model, arguments, rows).train()):  # type: ignore[arg-type]
         check_says(call, tt.DataError, r"row 0 is a (list|dict), not a Trajectory: make one of every row, tt\.Traj")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
+def test_a_temperature_that_is_set_between_calls_is_checked_too(model, value):
+    engine = tt.TreeEngine(model, temperature=0.7)
+    with pytest.raises(ValueError, match="must be above 0 and finite"):
+        engine.temperature = value
+    assert engine.temperature == 0.7

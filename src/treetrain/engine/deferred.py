@@ -165,7 +165,8 @@ class Deferral:
     def lifted(self) -> Iterator[None]:
         """Inside the block ``.grad`` is the gradient beneath; after it, the gradients of other scores wait again.
 
-        Those of this score do too if the block fails: no optimizer may step without them unless they are dropped.
+        If the block fails, the gradients of this score wait again too: no optimizer may step without them unless they
+        are dropped.
         """
         found = [(p, p.grad) for p in self.parameters if isinstance(p.grad, DeferredGradient)]
         own = [gradient for _, gradient in found if self in gradient.waits_for]

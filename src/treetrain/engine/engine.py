@@ -31,11 +31,11 @@ from treetrain.engine.loss_gradients import (
     KnownGradients,
     Selection,
     StreamedGradients,
-    added_up,
     check_batch,
     evaluate_gradients,
     last_states,
     predictions_of,
+    sum_by_place,
 )
 from treetrain.engine.memory import Rollback, Try
 from treetrain.engine.model_passes import ModelPasses
@@ -86,6 +86,12 @@ def unknown_named(init: F) -> F:
         init(self, *args, **options)
 
     return cast("F", checked)
+
+
+def _temperature(value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"temperature={value!r}: it divides the logits, so it must be above 0 and finite")
+    return float(value)
 
 
 class TreeEngine:
@@ -139,8 +145,7 @@ class TreeEngine:
                 "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
                 "not been verified: leave it out"
             )
-        if not 0 < temperature < float("inf"):
-            raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
+        temperature = _temperature(temperature)
         parsed, shares = parse_budget(budget), self.sharing.divides_parts
         if isinstance(parsed, Bytes):
             parsed = Bytes(parsed.count * shares)
@@ -150,7 +155,7 @@ class TreeEngine:
             model,
             value_head,
             budget=parsed,
-            temperature=float(temperature),
+            temperature=temperature,
             sharing=self.sharing,
             compile_layers=compile_layers,
         )
@@ -177,7 +182,7 @@ class TreeEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do, of what the latest call asked for."""
+        """The part of the model's capabilities that the latest call asked for."""
         return self.prepared.capabilities
 
     @property
@@ -187,12 +192,16 @@ class TreeEngine:
 
     @property
     def temperature(self) -> float:
-        """Divides the logits before the softmax; it may be set between calls."""
+        """Divides the logits before the softmax; it may be set between calls.
+
+        Raises:
+            ValueError: a temperature that is not above 0.
+        """
         return self.prepared.temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self.prepared.temperature = value
+        self.prepared.temperature = _temperature(value)
 
     @property
     def ranks(self) -> Ranks:
@@ -292,7 +301,7 @@ class TreeEngine:
             with self.prepared.rollback() as rollback, self._layers_checked():
                 result = self._run(step, plan, reduces, balance, rollback)
                 if ranks.data_size > 1:
-                    result = summed(ranks.of_data(ranks.exchange(result.on_host())), over=ranks.data_size)
+                    result = summed(ranks.per_data_rank(ranks.exchange(result.on_host())), over=ranks.data_size)
         if sync:
             sharing.average_gradients(self.parameters)
         return result
@@ -380,9 +389,9 @@ class TreeEngine:
         ranks.same(settings)
         if ranks.data_size == 1:
             return rows, 0.0
-        of_data = ranks.of_data(ranks.exchange((sent, weight)))
-        everyone = None if sent is None else [row for own, _ in of_data for row in own or ()]
-        return everyone, sum(weight for _, weight in of_data)
+        by_rank = ranks.per_data_rank(ranks.exchange((sent, weight)))
+        everyone = None if sent is None else [row for own, _ in by_rank for row in own or ()]
+        return everyone, sum(weight for _, weight in by_rank)
 
     def _check_tree(self, tree: TokenTree) -> None:
         """Raise DataError for rows that the model cannot read."""
@@ -485,7 +494,7 @@ class TreeEngine:
                 coefficients = loss.coefficients(batch.facts(logprobs))
             gradients: KnownGradients = streamed
             if coefficients is not None:
-                gradients = KnownGradients(table, added_up(logprobs, batch.edges, coefficients) / normaliser)
+                gradients = KnownGradients(table, sum_by_place(logprobs, batch.edges, coefficients) / normaliser)
             passes = self.passes_type(model, extensions, counts, table, gradients)
             Executor(plan, passes, gradients=True).train()
             if coefficients is not None:
@@ -508,7 +517,7 @@ class TreeEngine:
         of_ranks: list[Any] = [own]
         if ranks.data_size > 1:
             on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
-            of_ranks = ranks.of_data(ranks.exchange(on_host))
+            of_ranks = ranks.per_data_rank(ranks.exchange(on_host))
         used, *columns = zip(*of_ranks)
         # A rank without rows may have no values.
         present = [[x for x in column if x is not None] for column in columns]
@@ -522,9 +531,11 @@ class TreeEngine:
         before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
         edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
         scoring.backward(
-            added_up(table.logprobs, batch.edges, edges),
-            None if table.entropies is None or entropy is None else added_up(table.entropies, batch.edge_rows, entropy),
-            None if table.values is None or value is None else added_up(table.values, batch.edge_rows, value),
+            sum_by_place(table.logprobs, batch.edges, edges),
+            None
+            if table.entropies is None or entropy is None
+            else sum_by_place(table.entropies, batch.edge_rows, entropy),
+            None if table.values is None or value is None else sum_by_place(table.values, batch.edge_rows, value),
             scale,
             reduces,
             rollback,
@@ -555,7 +566,7 @@ class TreeEngine:
                     passes = self.passes_type(model, extensions, attempt.counts, None)
                     Executor(attempt.plan, passes, gradients=False).score()
             own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
-            balances = ranks.of_data(ranks.exchange(own))
+            balances = ranks.per_data_rank(ranks.exchange(own))
         return functools.reduce(operator.add, balances).to(model.device)
 
     # ---- scores

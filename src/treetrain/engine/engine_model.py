@@ -84,7 +84,7 @@ class EngineModel:
         """The fingerprint of the model as it was checked last."""
         self._cost: tuple[object, CostModel | None] = None, None
         self.capabilities = self._all = self.check()
-        """What the model can do, of what the current call asks for."""
+        """The part of the model's capabilities that the current call asks for."""
 
     def check(self) -> Capabilities:
         """Check the model if it has changed since the last call: a dropout may have been switched on."""
@@ -237,12 +237,12 @@ class EngineModel:
             reduces: which backwards reduce gradients over processes.
         """
         capabilities, model = self.capabilities, self.model
-        found, within = self.sharing.extensions(capabilities)
+        extensions, innermost = self.sharing.extensions(capabilities)
         if capabilities.experts is not None:
             from treetrain.engine.extensions.experts import Experts, has_work
 
             if has_work(capabilities.experts, tree, balanced=balanced):
-                found.append(
+                extensions.append(
                     Experts(
                         model,
                         capabilities.experts,
@@ -256,19 +256,19 @@ class EngineModel:
         if capabilities.recurrent_layers:
             from treetrain.engine.extensions.recurrence import Recurrence
 
-            found.append(Recurrence(model))
+            extensions.append(Recurrence(model))
         if self.compiles:  # last of those that change the model's modules
             from treetrain.engine.extensions.compiled import CompiledLayers
 
-            found.append(CompiledLayers(model, self._compiled))
-        found += within
-        for extension in found:
+            extensions.append(CompiledLayers(model, self._compiled))
+        extensions += innermost
+        for extension in extensions:
             extension.reduces = reduces
-        self.attach_hooks(found)
-        return found
+        self.attach_hooks(extensions)
+        return extensions
 
     def attach_hooks(self, extensions: list[Extension]) -> None:
-        """Have the hooks that parameters have now run once in a run. Some may be set between score and backward."""
+        """Run the hooks that parameters have now once in a run. Some may be set between score and backward."""
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
             from treetrain.engine.extensions.parameter_hooks import HooksOnce
 

@@ -392,7 +392,7 @@ class EdgesOfChunk(NamedTuple):
     """The predicted token."""
 
 
-class Slopes(NamedTuple):
+class ChunkGradients(NamedTuple):
     """The gradients of the loss with respect to a chunk's scores."""
 
     by_edge: Float[Tensor, " e"]
@@ -450,16 +450,18 @@ class PlainChunk:
             self._are_log_probs = True
         return self._logits
 
-    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
+    def gradient(
+        self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, gradients: ChunkGradients
+    ) -> Float[Tensor, "r V"]:
         """The gradient of the loss with respect to the head's own logits."""
         log_p = self._log_probs(lse)
-        if slopes.entropies is None or slopes.by_entropy is None:
-            grad = log_p.exp_().mul_(-slopes.by_row[:, None])
+        if gradients.entropies is None or gradients.by_entropy is None:
+            grad = log_p.exp_().mul_(-gradients.by_row[:, None])
         else:
             # d H / d z_v = -p_v (log p_v + H)
-            weightings = (log_p + slopes.entropies[:, None]).mul_(slopes.by_entropy[:, None])
-            grad = log_p.exp_().mul_(weightings.add_(slopes.by_row[:, None]).neg_())
-        grad.index_put_(tuple(edges), slopes.by_edge, accumulate=True)
+            weightings = (log_p + gradients.entropies[:, None]).mul_(gradients.by_entropy[:, None])
+            grad = log_p.exp_().mul_(weightings.add_(gradients.by_row[:, None]).neg_())
+        grad.index_put_(tuple(edges), gradients.by_edge, accumulate=True)
         return self._scaling.logit_map.pull_back_(grad.div_(self._scaling.temperature), self._slope)
 
 
@@ -489,8 +491,10 @@ class TritonChunk(PlainChunk):
         beyond = lse - self._lse  # 0, or the logits of other shares of the vocabulary
         return (-beyond).exp() * (self._entropies + beyond)
 
-    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
-        self._kernels.to_gradient_(self._logits, self._factor, lse, edges, *slopes)
+    def gradient(
+        self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, gradients: ChunkGradients
+    ) -> Float[Tensor, "r V"]:
+        self._kernels.to_gradient_(self._logits, self._factor, lse, edges, *gradients)
         return self._logits
 
 
@@ -559,8 +563,8 @@ def _errors_of_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, fl
         at = chunk.at(edges)
         entropies = chunk.entropies(lse)
         by_row = by_edge.new_zeros(5).index_add_(0, edges.row, by_edge)
-        slopes = Slopes(*(x.to(lse.dtype) for x in (by_edge, by_row, entropies, by_entropy)))
-        results.append((lse, at, entropies, chunk.gradient(lse, edges, slopes)))
+        gradients = ChunkGradients(*(x.to(lse.dtype) for x in (by_edge, by_row, entropies, by_entropy)))
+        results.append((lse, at, entropies, chunk.gradient(lse, edges, gradients)))
     names = ("log-sum-exps", "scores", "entropies", "the gradient of logits")
     return {name: relative_error(*pair) for name, pair in zip(names, zip(*results))}
 
@@ -652,7 +656,7 @@ class _LinearHead:
             of_entropies: the rows' entropies and their gradients, if the loss has any.
         """
         by_row = torch.zeros_like(lse).index_add_(0, chunk.own.row, by_edge)
-        grad_logits = logits.gradient(lse, chunk.own, Slopes(by_edge, by_row, *of_entropies))
+        grad_logits = logits.gradient(lse, chunk.own, ChunkGradients(by_edge, by_row, *of_entropies))
         narrow = grad_logits.to(self._settings.compute)
         if self._by_rows is not None:
             torch.matmul(narrow, self._weight, out=self._by_rows[chunk.rows])

@@ -114,7 +114,7 @@ def to_gradient_(
     Args:
         lse: as `statistics` gives them.
         edges: row of each, ascending, and the predicted token.
-        by_edge, by_row, entropies, by_entropy: see `lm_head.Slopes`.
+        by_edge, by_row, entropies, by_entropy: see `lm_head.ChunkGradients`.
     """
     (row, target), (count, vocabulary) = edges, logits.shape
     first = torch.searchsorted(row, torch.arange(count + 1, device=logits.device))

@@ -360,7 +360,7 @@ class StreamedGradients(KnownGradients):
                 sum_of.index_add_(0, on_device(places, table.device), gradient.double())
 
 
-def added_up(
+def sum_by_place(
     like: Float[Tensor, " places *c"], places: Int64[np.ndarray, " T"], gradients: Float[Tensor, " T *c"] | None
 ) -> Float[Tensor, " places *c"]:
     """Gradients (None: zeros), summed at the places that their scores came from, in the dtype of `like`."""

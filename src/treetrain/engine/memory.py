@@ -151,7 +151,7 @@ class Try:
     def __init__(self, plan: Plan):
         self.plan, self.counts = plan, PassCounts()
         self.error: BaseException | None = None
-        """What was raised within the block, if memory ran out."""
+        """The error that was raised within the block, if memory ran out."""
 
     def __enter__(self) -> "Try":
         return self

@@ -55,7 +55,7 @@ class ModelPass:
     keywords: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the model's forward."""
     extras: list[object] = field(default_factory=list)
-    """What extensions hand to the layers of the model and to one another."""
+    """Objects that extensions pass to the layers of the model and to one another, such as a `RouterPass`."""
 
     def extra(self, kind: type[T]) -> T | None:
         """The extra of a class; None if no extension has added one."""

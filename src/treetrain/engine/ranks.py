@@ -41,7 +41,7 @@ class Ranks:
     rank = data_rank = 0
     """The number of this process; of its rows among the sets of rows."""
     lost = False
-    """Whether this process left a pass that the others wait in, so that they cannot be reached any more."""
+    """Whether this process has left a call that the others wait in, so that they cannot be reached any more."""
 
     @property
     def alone(self) -> bool:
@@ -67,7 +67,7 @@ class Ranks:
         """Every rank's value, by rank; a collective call that nothing may fail before."""
         return [value]
 
-    def of_data(self, values: Sequence[T]) -> list[T]:
+    def per_data_rank(self, values: Sequence[T]) -> list[T]:
         """One of the values by rank for each set of rows."""
         return list(values)
 
@@ -76,7 +76,7 @@ class Ranks:
 
 
 class Sharing:
-    """How processes share the steps of an engine. This class: one process has everything to itself.
+    """Says how processes share the steps of an engine. In this class one process has everything to itself.
 
     `extensions/sharing.py` has processes that share steps, hold the same rows, or each hold a part of the weights.
     """
@@ -84,7 +84,7 @@ class Sharing:
     ranks = Ranks()
     """The processes whose rows make up a step."""
     same_rows = Ranks()
-    """Those of them that hold the same rows and run the same plan (context or tensor parallel)."""
+    """The processes among `ranks` that hold the same rows and run the same plan (context or tensor parallel)."""
     collective = False
     """Whether passes are collective calls, in an order that all ranks share: each holds a shard of the weights."""
     divides_parts = 1

@@ -28,7 +28,7 @@ from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension, LossExtension, Reduces, added_loss
 from treetrain.engine.lm_head import Scores
-from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
+from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, sum_by_place
 from treetrain.engine.memory import Rollback, Try
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.model_state import ModelState
@@ -338,7 +338,7 @@ class Scored:
             flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in grads)])
             if isinstance(reads, Batch):
                 flat = flat.index_select(0, on_device(np.flatnonzero(reads.used), table.device))
-            return added_up(like, places, flat)
+            return sum_by_place(like, places, flat)
 
         (aux_loss,) = self._leaves.get("aux_loss", (None,))
         aux = 0.0 if aux_loss is None or aux_loss.grad is None else aux_loss.grad

@@ -37,7 +37,7 @@ from treetrain.trainers.step_scores import StepScores, TreeScores, gradient_vers
 T = TypeVar("T", bound=Trainer)
 ASYNC_GRPO_ATTENTION = "tree_fa3"
 """The attention implementation that TRL sets on the model of an `AsyncGRPOTrainer`; its kernel is for Hopper GPUs."""
-UNDERSTOOD = {
+KNOWN_ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict", "output_router_logits"),
     *("num_items_in_batch", "fused_lm_head", "seq_idx"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -47,7 +47,7 @@ UNDERSTOOD = {
 """Keyword arguments of the model's forward that a tree supports."""
 TRL_VERSION = "1.16"
 _FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
-SEAMS: dict[str, Seam] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
+SEAM_OF_TRAINER: dict[str, Seam] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
 """The seam of each TRL trainer, by class name."""
 HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
 """Module prefixes of trainers whose compute_loss passes the batch to that of `transformers.Trainer`."""
@@ -298,7 +298,7 @@ class PrefixSharing:
             if self.in_loss and gradients and not args and RUN_KEYWORD not in kwargs:
                 self.gains.add_call(kwargs)
             return plain(*args, **kwargs)
-        unknown = sorted(key for key, value in kwargs.items() if key not in UNDERSTOOD and value is not None)
+        unknown = sorted(key for key, value in kwargs.items() if key not in KNOWN_ARGUMENTS and value is not None)
         if unknown and not gradients:
             return plain(*args, **kwargs)
         if unknown:
@@ -508,9 +508,9 @@ def seam_of(trainer: Any) -> Seam:
                 f"trl {trl.__version__} is installed; how its trainers call their model is known of {TRL_VERSION}: "
                 f"pip install 'trl=={TRL_VERSION}.*'"
             )
-        if kind.__name__ not in SEAMS:
-            raise ValueError(f"{kind.__name__} of TRL is not known here; known are {', '.join(SEAMS)}")
-        return SEAMS[kind.__name__]
+        if kind.__name__ not in SEAM_OF_TRAINER:
+            raise ValueError(f"{kind.__name__} of TRL is not known here; known are {', '.join(SEAM_OF_TRAINER)}")
+        return SEAM_OF_TRAINER[kind.__name__]
     return "loss"
 
 

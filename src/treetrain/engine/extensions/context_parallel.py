@@ -94,18 +94,18 @@ class Share:
         )
 
     def coefficients(self, whole: Float[Tensor, " E"] | None) -> Float[Tensor, " e"] | None:
-        """This rank's part of gradients that are known before the pass, times the number of ranks."""
+        """Take this rank's part of gradients that are known before the pass, times the number of ranks."""
         return None if whole is None else whole[self._edges] * self.ranks.size
 
     def of_tokens(self, whole: Shaped[Tensor, " N *rest"] | None, padding: int) -> Shaped[Tensor, " n *rest"] | None:
-        """This rank's entries of a tensor with one entry per token, padded."""
+        """Take this rank's entries of a tensor with one entry per token, and pad them."""
         if whole is None:
             return None
         own = whole[self._tokens]
         return torch.cat([own, own.new_full((self.size - len(own), *own.shape[1:]), padding)])
 
     def own(self, weight: Tensor) -> Tensor:
-        """This rank's share of weights by head or channel."""
+        """Take this rank's share of weights by head or channel."""
         return weight.chunk(self.ranks.size)[self.ranks.rank]
 
     def to_heads(self, *states: Float[Tensor, "n _"]) -> list[Float[Tensor, "N _"]]:

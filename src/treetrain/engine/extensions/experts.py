@@ -47,7 +47,7 @@ logits. Another order of summation in bfloat16 stays within it; another formula 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RouterBalance:
-    """How a batch spreads over the experts, summed over layers and trajectories; add those of batches."""
+    """Counts how a batch spreads over the experts, over all layers and trajectories. Balances of batches add up."""
 
     choices: Float64[Tensor, " E"]
     """How often each expert is chosen."""
@@ -75,7 +75,7 @@ class RouterBalance:
         return self.share_of(self)
 
     def share_of(self, whole: "RouterBalance") -> Float64[Tensor, ""]:
-        """These tokens' share of the auxiliary loss of a whole step."""
+        """Return these tokens' share of the auxiliary loss of a whole step."""
         return (whole.choices / whole.tokens) @ (self.probabilities / whole.tokens) * len(self.choices)
 
     @property
@@ -303,7 +303,7 @@ class RouterPass:
     """The balance of the tokens counted in this pass so far."""
 
     def of_share(self, share: Share) -> "RouterPass":
-        """This pass for one rank's tokens only; padding tokens count 0."""
+        """Make this pass for one rank's tokens only; padding tokens count 0."""
         return replace(
             self, recorded=share.of_tokens(self.recorded, -1), counts=share.of_tokens(self.counts, 0), share=share
         )

@@ -106,7 +106,7 @@ class GroupRanks(Ranks):
         self.data_rank = next(number for number, own in enumerate(self._sets) if self.rank in own)
         self.data_size = len(self._sets)
 
-    def of_data(self, values: Sequence[T]) -> list[T]:
+    def per_data_rank(self, values: Sequence[T]) -> list[T]:
         return [values[own[0]] for own in self._sets]
 
     @cached_property

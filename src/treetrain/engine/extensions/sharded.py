@@ -85,7 +85,7 @@ class Sharded(Extension):
         own = plan.kinds if gradients else "P" * plan.num_parts
         waits = gradients and self.reduces != "never" and bool(waiting_gradients(*self._shards))
         answers = self._ranks.exchange((own, waits))
-        self._turns = common_order([order for order, _ in self._ranks.of_data(answers)])
+        self._turns = common_order([order for order, _ in self._ranks.per_data_rank(answers)])
         if not self._turns and any(waits for _, waits in answers):
             # Stand-ins, which reduce what earlier calls left.
             self._turns = [Turn("forward", ()), Turn("backward", ())]
@@ -173,7 +173,7 @@ def plan_together(
     free = engine.free_bytes() / MEMORY_MARGIN if engine.budget is None else None
     own = candidates(tree, plan, laid_out, whole_rows=not weighted, apart=apart, free_bytes=free)
     room = [engine.keeps_gradients(way.plan) for way in own]
-    answers = ranks.of_data(ranks.exchange((room, offers_of(own))))
+    answers = ranks.per_data_rank(ranks.exchange((room, offers_of(own))))
     numbers = choose([offers for _, offers in answers])
     at_last = all(has[number] for (has, _), number in zip(answers, numbers))
     way = own[numbers[ranks.data_rank]]

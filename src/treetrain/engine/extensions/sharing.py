@@ -44,7 +44,7 @@ def shared(
 
 
 class GroupSharing(Sharing):
-    """How the processes of some groups share the steps of an engine.
+    """Says how the processes of some groups share the steps of an engine.
 
     Args:
         group: those whose gradients are averaged; None: the ranks of a sharded model.

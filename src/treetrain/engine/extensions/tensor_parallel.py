@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from treetrain.engine.extension import Extension
 from treetrain.engine.extensions.process_group import GroupRanks, is_shard, meshes_of, sharded_modules
-from treetrain.engine.lm_head import EdgesOfChunk, Moments, PlainChunk, Slopes, Statistics
+from treetrain.engine.lm_head import ChunkGradients, EdgesOfChunk, Moments, PlainChunk, Statistics
 from treetrain.engine.part import ModelPass
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, UnsupportedModel
@@ -229,9 +229,11 @@ class ShardedChunk(PlainChunk):
     def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
         return self._vocabulary.sum(self._own.entropies(lse))
 
-    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
+    def gradient(
+        self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, gradients: ChunkGradients
+    ) -> Float[Tensor, "r V"]:
         own, is_own = self._vocabulary.own_edges(edges)
-        return self._own.gradient(lse, own, slopes._replace(by_edge=slopes.by_edge.where(is_own, 0.0)))
+        return self._own.gradient(lse, own, gradients._replace(by_edge=gradients.by_edge.where(is_own, 0.0)))
 
 
 class TensorParallel(Extension):
