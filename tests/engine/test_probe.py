@@ -180,3 +180,25 @@ def test_a_forward_at_the_address_of_an_accepted_one_is_probed():
     mlp.forward = lambda x: plain(x) + x.mean(-2, keepdim=True)
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp .* mixes tokens"):
         engine.score(ROWS)
+
+
+@pytest.mark.parametrize("when", ["no pass", "training", "gradients"])
+def test_a_hook_is_not_accepted_by_a_call_in_which_it_could_not_mix(when):
+    model = make_model("qwen3")
+    mixes = {
+        "no pass": lambda m: True,
+        "training": lambda m: m.training,
+        "gradients": lambda m: torch.is_grad_enabled(),
+    }
+
+    def hook(module, args, output):
+        return output - output.mean(1, keepdim=True) if mixes[when](module) else None
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    engine = tt.TreeEngine(model.eval())
+    for _ in range(2):
+        engine.logprobs([] if when == "no pass" else ROWS)
+    model.train()
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp .* mixes tokens"):
+        engine.forward_backward(ROWS, tt.losses.sft())
+    assert all(p.grad is None for p in model.parameters())

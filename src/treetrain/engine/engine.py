@@ -161,7 +161,7 @@ class TreeEngine:
         )
         self.sharing.check_model(self.capabilities)
         self._accepted: object = None
-        """The state of the model whose adapters, hooks and forwards have been accepted."""
+        """The state of the model whose adapters, hooks and forwards have been accepted, and whether with gradients."""
 
     # ---- the model and its plans
 
@@ -712,7 +712,7 @@ class TreeEngine:
 
     def _layers_checked(self) -> AbstractContextManager[None]:
         """Around a call: check adapters, hooks and forwards of users that have not been checked before."""
-        if self._accepted == self.prepared.state and not self.collective:
+        if self._accepted == (self.prepared.state, torch.is_grad_enabled()) and not self.collective:
             return nullcontext()
         return self._layers_tried()
 
@@ -720,6 +720,8 @@ class TreeEngine:
     def _layers_tried(self) -> Iterator[None]:
         from treetrain.engine.extensions.token_mixing import token_mixing_checked
 
-        with token_mixing_checked(self.prepared):
+        graph = torch.is_grad_enabled()
+        with token_mixing_checked(self.prepared) as unseen:
             yield
-        self._accepted = self.prepared.state
+        if not unseen:
+            self._accepted = self.prepared.state, graph

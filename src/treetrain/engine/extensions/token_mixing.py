@@ -7,7 +7,8 @@ changed. If the output moves for a token that does not see the changed one, rows
 tokens, and the module is refused.
 
 A new adapter often adds zero, so the probe gives its parameters random values during these calls. Most hooks only
-record: only one that has changed something in a real pass is run again.
+record: only one that has changed something in a real pass is run again. A hook or forward may act in training only, or
+where gradients are computed, so each of these modes is tried when it first comes.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -41,37 +42,44 @@ orthogonal by a series are finite only for small ones."""
 _TOLERANCE = 1e-5
 """Relative difference that another grouping of experts' products may make in float32."""
 _BUFFER_SIZE = 1 << 20
-_ACCEPTED: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
-"""The additions of each module that was accepted, as they were then."""
+_REMEMBERED = 16
+"""Additions remembered for each module: four modes of some adapters. Hooks that are set anew in every step add more."""
+_ACCEPTED: "WeakKeyDictionary[nn.Module, list[_Additions]]" = WeakKeyDictionary()
+"""The additions that were accepted, by module."""
 
 
 @contextmanager
-def token_mixing_checked(engine: EngineModel) -> Iterator[None]:
+def token_mixing_checked(engine: EngineModel) -> Iterator[set[nn.Module]]:
     """Check what users put on the model's layers, unless it was checked before; collective for a sharded model.
 
-    Adapters and forwards are probed before the block, hooks after it if they have changed anything in its passes.
+    Adapters and forwards are probed before the block, hooks after it if they have changed anything in its passes. The
+    yielded set then holds the modules whose hooks did not run in the block and are still to be checked.
 
     Raises:
         UnsupportedModel: an adapter layer, hook or forward mixes tokens; names it.
     """
-    sharing = engine.sharing
+    sharing, unseen = engine.sharing, set[nn.Module]()
     if not sharing.same_rows.alone:  # these ranks divide the tokens or the weights of a call
-        yield
+        yield unseen
         return
-    found = _additions(engine)
-    found = {name: (module, what) for name, (module, what) in found.items() if _ACCEPTED.get(module) != what}
-    names = {name for name, (_, what) in found.items() if what.adapter or what.forward}
+    additions = _additions(engine).items()
+    new = {name: (module, what) for name, (module, what) in additions if what not in _ACCEPTED.get(module, ())}
+    names = {name for name, (_, what) in new.items() if what.adapter or what.forward}
     if sharing.collective:
         names = set().union(*sharing.ranks.exchange(names))
     if names:
         modules = {name: module for name, module in engine.model.named_modules() if name in names}
         with sharing.passes_with.together("probing layers"):
             _probe(engine, modules)
-    with _observed([module for module, what in found.values() if what.hooks]) as changing:
-        yield
+    with _observed([module for module, what in new.values() if what.hooks]) as (called, changing):
+        yield unseen
     if changing:
-        _probe(engine, {name: module for name, (module, _) in found.items() if module in changing})
-    _ACCEPTED.update({module: what for module, what in found.values()})
+        _probe(engine, {name: module for name, (module, _) in new.items() if module in changing})
+    for module, what in new.values():
+        if what.hooks and module not in called:
+            unseen.add(module)
+        else:
+            _ACCEPTED[module] = [*_ACCEPTED.get(module, ()), what][-_REMEMBERED:]
 
 
 class _Additions(NamedTuple):
@@ -83,11 +91,13 @@ class _Additions(NamedTuple):
     """A forward of the instance: a weak reference, since its address may be another one's later."""
     hooks: tuple[int, ...]
     """The numbers of the hooks' handles; no two hooks of a process have the same."""
+    mode: tuple[bool, bool] | None
+    """Whether the module is in training mode, and whether gradients are computed; None if it has an adapter alone."""
 
 
 def _additions(engine: EngineModel) -> dict[str, tuple[nn.Module, _Additions]]:
     """The modules to which users have added something, by name."""
-    model, head, found = engine.model, engine.capabilities.head, {}
+    model, head, graph, found = engine.model, engine.capabilities.head, torch.is_grad_enabled(), {}
     whole = {model, causal_lm(model)}  # their outputs are compared with the head's in every pass
     for name, module in model.named_modules():
         fields, adapter, forward, hooks = vars(module), None, None, ()
@@ -97,7 +107,8 @@ def _additions(engine: EngineModel) -> dict[str, tuple[nn.Module, _Additions]]:
             forward = _reference(fields["forward"]) if "forward" in fields else None
             hooks = *fields["_forward_pre_hooks"], *fields["_forward_hooks"]
         if (adapter or forward or hooks) and module not in whole and not whole & set(fields["_modules"].values()):
-            found[name] = module, _Additions(adapter, forward, hooks)
+            mode = (module.training, graph) if forward or hooks else None
+            found[name] = module, _Additions(adapter, forward, hooks, mode)
     return found
 
 
@@ -109,13 +120,14 @@ def _reference(forward: Any) -> Any:
 
 
 @contextmanager
-def _observed(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
-    """Yield the set of those modules one of whose hooks changes an input or output within the block."""
-    changing: set[nn.Module] = set()
+def _observed(modules: list[nn.Module]) -> Iterator[tuple[set[nn.Module], set[nn.Module]]]:
+    """Yield the sets of those modules whose hooks run within the block, and whose hooks change an input or output."""
+    called, changing = set[nn.Module](), set[nn.Module]()
 
     def observe(module: nn.Module, hook: Callable[..., Any], *given: Any, **options: Any) -> Any:
         tensors = [x for x in _tensors(given) if not x.is_inference()]
         versions = [x._version for x in tensors]
+        called.add(module)
         result = hook(*given, **options)
         if result is not None or versions != [x._version for x in tensors]:
             changing.add(module)
@@ -128,7 +140,7 @@ def _observed(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
                 replaced.append((hooks, number, hook))
                 hooks[number] = partial(observe, module, hook)
     try:
-        yield changing
+        yield called, changing
     finally:
         for hooks, number, hook in replaced:
             if number in hooks:
@@ -157,7 +169,7 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
     tokens = np.arange(_TOKENS)
     apart = torch.from_numpy((tokens < changed) | (tokens >= layout.ends[changed]))
     head, model, sharded = engine.capabilities.head, engine.model, engine.sharing.collective
-    probe = _Probe(modules, head, changed, apart)
+    probe = _Probe(modules, head, changed, apart, graph=torch.is_grad_enabled() and not sharded)
     with ExitStack() as stack:
         stack.enter_context(_buffers_kept(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -175,8 +187,7 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
         passes.probe = probe
         Executor(plan, passes, gradients=False).score()
         if probe.of_head is not None and not sharded:  # its forward was replaced during the pass
-            with torch.no_grad():
-                probe.compare(probe.names[head], head, *probe.of_head)
+            probe.compare(probe.names[head], head, *probe.of_head)
 
 
 class _ProbePasses(ModelPasses):
@@ -198,12 +209,15 @@ class _Probe:
     Args:
         changed: the token whose input is changed.
         apart: the tokens that do not see it.
+        graph: whether the modules compute gradients, since hooks and forwards may ask for that.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], head: nn.Module, changed: int, apart: Tensor):
+    def __init__(
+        self, modules: dict[str, nn.Module], head: nn.Module, changed: int, apart: Tensor, *, graph: bool = False
+    ):
         self.names = {module: name for name, module in modules.items()}
         self.of_head: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._head, self._changed, self._apart = head, changed, apart
+        self._head, self._changed, self._apart, self._graph = head, changed, apart, graph
         self._seen: set[nn.Module] = set()
         self._comparing = False
 
@@ -244,7 +258,8 @@ class _Probe:
         own = _adapter_weights(module)
         for size in _SIZES if own else (0.0,):
             weights = {n: torch.randn(p.shape, generator=generator).mul(size).to(p) for n, p in own.items()}
-            before, after = (functional_call(module, weights, *given) for given in ((args, kwargs), changed))
+            with torch.set_grad_enabled(self._graph):
+                before, after = [functional_call(module, weights, *given) for given in ((args, kwargs), changed)]
             moved = max((self._moved(x, y) for x, y in zip(_tensors(before), _tensors(after))), default=0.0)
             if moved:
                 raise UnsupportedModel(_message(name, module, moved))
@@ -274,7 +289,7 @@ class _Probe:
 
         Numbers that are not finite tell nothing.
         """
-        x, y = _by_token(before), _by_token(after)
+        x, y = _by_token(before.detach()), _by_token(after.detach())
         if x is None or y is None or x.shape != y.shape or not x.is_floating_point():
             return 0.0
         apart = self._apart.to(x.device)
