@@ -56,6 +56,13 @@ CONVERSATIONS = {
     "spans-openllmetry-messages.jsonl": ("spans", "calls"),
     "spans-agent-lightning.jsonl": ("spans", "calls"),
     "spans-phoenix.jsonl": ("spans", "calls"),
+    "spans-phoenix-page.json": ("spans", "calls"),
+    "langfuse-page.json": ("langfuse", "calls"),
+    "spans-pydantic-ai.jsonl": ("spans", "calls"),
+    "spans-ai-sdk.jsonl": ("spans", "calls"),
+    "messages-pydantic-ai.json": ("messages", "transcript"),
+    "messages-ai-sdk.json": ("messages", "transcript"),
+    "messages-cursor.jsonl": ("messages", "transcript"),
     "langgraph.json": ("chat", "transcript"),
     "gemini.jsonl": ("requests", "calls"),
     "messages-cline.json": ("messages", "transcript"),
@@ -70,16 +77,21 @@ WITHOUT_TOOLS += (
     "agents-sdk.jsonl",
     "langgraph.json",
     "messages-cline.json",
+    "messages-pydantic-ai.json",
+    "messages-ai-sdk.json",
+    "messages-cursor.jsonl",
 )
-WITHOUT_SYSTEM = ("claude-code.jsonl", "messages-cline.json")
+WITHOUT_SYSTEM = ("claude-code.jsonl", "messages-cline.json", "messages-ai-sdk.json", "messages-cursor.jsonl")
 # Counted by hand. The answer is `the`, ` answer`, ` is`, ` 4` and the end of the turn. The call has 66 characters, of
 # which only the `ll` of `<tool_call>` and `</tool_call>` are one token, and the end of the turn.
 TRAINED = {"answer": 5, "call": 65}
 # The trained tokens of every row of the other samples, counted by hand. A call of ToolBench has no text: without `hm`,
-# a line end and its 6 characters of arguments there are 56. Its last one has 79 characters; `answer` is one token.
+# a line end and its 6 characters of arguments there are 56. Its last one has 79 characters; `answer` is one token. BFCL
+# logs a call without the text beside it, so without `hm` and a line end; the other row's call is `[add(a=1)]` and the end.
 OTHERS = {
     **{name: [2, 1][:calls] for name, (_, calls) in TOKEN_SAMPLES.items()},
     "art.jsonl": [65 + 5, 5],
+    "bfcl.jsonl": [65 - 3 + 5, 10 + 1 + 5],
     "nemo-gym-tokens.jsonl": [2, 1],
     "nodes.jsonl": [3, 1],
     "nodes-verifiers.jsonl": [3, 1],

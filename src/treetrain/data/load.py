@@ -300,8 +300,6 @@ class _Reading:
     wants: Callable[[Hashable, Hashable], bool] | None = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     skipped: list[str] = dataclasses.field(default_factory=list)
-    seen: set[int] = dataclasses.field(default_factory=set)
-    """Digests of the conversations so far."""
     records: int = 0
     made: int = 0
     first: tuple[str, Record] = ("", {})
@@ -414,7 +412,6 @@ class _Reading:
                 elif self.kind.tokens or row.get("input_ids") is not None:
                     made.append(trajectory_from_token_row(row, self.notes))
                 else:
-                    self._note_repeats(row)
                     made += self.chat.rows(row, self.notes)
         except DataError as error:
             return error
@@ -452,6 +449,9 @@ class _Reading:
         said = self.notes.total
         # Rows of these formats are the record, whose keys are checked there.
         tracked = None if self.kind.name in ("tokens", "chat") else TrackedRecord(record)
+        parts = [TrackedRecord(one) for one in record["records"]] if self.kind.session and "records" in record else []
+        if tracked is not None and parts:
+            tracked["records"] = parts
         try:
             rows = list(self.kind.convert(record if tracked is None else tracked, self.notes))
         except DataError:
@@ -461,27 +461,11 @@ class _Reading:
                 f"the record is not as format {self.kind.name} has them ({type(error).__name__}: {shortened(error)})"
             ) from error
         if tracked is not None and not any(row is tracked for row in rows):
-            self.notes.unused_keys(record, tracked.read)
+            for one, of in [(tracked, "keys"), *((part, "keys of the session's records") for part in parts)]:
+                self.notes.unused_keys(one, one.read, of)
         if not rows and self.notes.total == said:
             self.notes.add("the record has no rows")
         for row in rows:
             if not isinstance(row, Mapping) or not any(name in row for name in ("input_ids", "messages", "completion")):
                 raise DataError(f"no `input_ids` or `messages` in the row {quoted(row)} of format {self.kind.name}")
         return rows
-
-    def _note_repeats(self, row: Record) -> None:
-        """Add a remark if a conversation starts with a whole earlier one, whose answers would be trained twice."""
-        messages = row.get("messages")
-        if not isinstance(messages, list) or "last" in (row.get("train"), self.settings.train):
-            return
-        digest, answered, extends = hash(repr(row.get("system"))), False, False
-        for number, message in enumerate(messages, 1):
-            digest = hash((digest, repr(message)))
-            answered |= isinstance(message, Mapping) and message.get("role") == "assistant"
-            extends |= answered and number < len(messages) and digest in self.seen
-        self.seen.add(digest)
-        if extends:
-            self.notes.add(
-                "a conversation extends an earlier one, so the answers of that one are trained in both; if every "
-                "record is one LLM call, train only the last answer (--train last)"
-            )

@@ -33,6 +33,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_te
 REASONING_PARTS = ("thinking", "reasoning")
 CALL_PARTS = ("tool_use", "tool_call", "function_call")
 RESULT_PARTS = ("tool_result", "tool_call_response", "function_call_output")
+DASHED = {"tool-call": "tool_call", "tool-result": "tool_result", "tool-return": "tool_result"}
 # Gemini's and Bedrock's parts have a field for each type.
 KEYED_PARTS = {"text": "text", "inlineData": "image", "inline_data": "image", "image": "image"}
 KEYED_PARTS |= dict.fromkeys(("functionCall", "function_call", "toolUse"), "tool_use")
@@ -57,7 +58,60 @@ def clean_messages(messages: Any, notes: Notes, images: list[str] | None = None)
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(f"`messages` is {quoted(messages)}, expected a list with at least one message")
-    return [clean for index, one in enumerate(messages) for clean in _clean(one, f"message {index}", notes, images)]
+    return [clean for where, one in _steps(messages, notes) for clean in _clean(one, where, notes, images)]
+
+
+def _steps(messages: list[Any], notes: Notes) -> Iterator[tuple[str, Any]]:
+    """Messages with their places; UI messages of Vercel's AI SDK step by step, pydantic-ai's requests part by part."""
+    given = None
+    for number, one in enumerate(messages):
+        where, parts = f"message {number}", look_up(one, "parts")
+        kinds = [_kind_of(part) for part in parts] if isinstance(parts, list) else []
+        if kinds and "role" not in one and one.get("kind") in ("request", "response"):
+            instructions = one.get("instructions")
+            if given is not None and instructions not in (None, given):
+                raise DataError(f"{where} has other `instructions` than the first; read the spans of its calls instead")
+            if given is None and instructions is not None:
+                yield where, {"role": "system", "content": (given := instructions)}
+            if one["kind"] == "response":
+                yield where, {"role": "assistant", "content": parts, "finish_reason": one.get("finish_reason")}
+                continue
+            for part, kind in zip(parts, kinds):
+                if kind == "retry-prompt":
+                    notes.add("pydantic-ai's log lacks the words that it writes around a retry prompt", where)
+                    kind = "tool-return" if part.get("tool_name") else "user-prompt"
+                content = part.get("content")
+                if kind == "tool-return":
+                    content = [part | {"type": "tool-result"}]
+                yield where, {"role": "system" if kind == "system-prompt" else "user", "content": content}
+        elif any("-" in str(kind) for kind in kinds):
+            yield from ((where, step) for step in _ui_steps(one, parts, where, notes))
+        else:
+            yield where, one
+
+
+def _ui_steps(message: Record, parts: list[Any], where: str, notes: Notes) -> Iterator[Message]:
+    """The LLM calls that one UI message holds, each followed by the results of its tools."""
+    rest = {name: value for name, value in message.items() if name not in ("parts", "content", "toolInvocations")}
+    said: list[Any] = []
+    results: list[Any] = []
+    for part in [*parts, {"type": "step-start"}]:
+        kind = str(_kind_of(part))
+        if kind == "step-start":
+            yield from [rest | {"content": said}] if said else []
+            yield from [{"role": "user", "content": results}] if results else []
+            said, results = [], []
+        elif kind.startswith(("tool-", "dynamic-tool")):
+            part = part.get("toolInvocation") or part  # before version 5
+            name = part.get("toolName") or kind.removeprefix("tool-")
+            call = {"name": name, "id": part.get("toolCallId"), "input": first_of(part, "input", "args")}
+            said.append(call | {"type": "tool_call"})
+            if (value := first_of(part, "output", "result", "errorText")) is not None:
+                results.append({"type": "tool_result", "id": part.get("toolCallId"), "content": value})
+        elif kind.startswith(("source-", "data-")):
+            notes.add(f"a part of type {kind} of a UI message is not in the row", where)
+        else:
+            said.append(part)
 
 
 def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> Iterator[Message]:
@@ -149,7 +203,12 @@ def _typed(part: Any) -> Any:
     """A content part with its `type`, which Gemini's and Bedrock's have as the name of a field."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if not isinstance(part, Mapping) or part.get("type") is not None:
+    if isinstance(part, Mapping) and (kind := _kind_of(part)) in DASHED:  # the AI SDK's and pydantic-ai's
+        value = first_of(part, "output", "result", "content")
+        value = value["value"] if isinstance(value, Mapping) and {"type", "value"} <= value.keys() else value
+        name, call = first_of(part, "toolName", "tool_name"), first_of(part, "toolCallId", "tool_call_id")
+        return {**part, "type": DASHED[kind], "name": name, "id": call, "content": value}
+    if not isinstance(part, Mapping) or _kind_of(part) is not None:
         return part
     name = next((name for name in KEYED_PARTS if part.get(name) is not None), None)
     if name is None:
@@ -177,14 +236,14 @@ def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:
 
 
 def _kind_of(part: Any) -> Any:
-    return part.get("type") if isinstance(part, Mapping) else None
+    return first_of(part, "type", "part_kind") if isinstance(part, Mapping) else None
 
 
 def _result(value: Any, here: str, images: list[str] | None) -> str:
     """A tool's result as text: text parts are joined, other values written as JSON."""
     if value is None or isinstance(value, str):
         return value or ""
-    if isinstance(value, list) and all(isinstance(_kind_of(part), str) for part in value):
+    if isinstance(value, list) and all(isinstance(look_up(part, "type"), str) for part in value):
         return "".join(_part(part, _kind_of(part), here, images) for part in value)
     return json.dumps(value, ensure_ascii=False)
 
@@ -244,7 +303,7 @@ def clean_tools(tools: Any) -> Tools:
 
 
 def _clean_tool(tool: Record) -> dict[str, Any]:
-    schema = first_of(tool, "input_schema", "inputSchema", "parametersJsonSchema")
+    schema = first_of(tool, "input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema")
     if "name" not in tool or "function" in tool or (schema is None and "parameters" not in tool):
         return dict(tool)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}

@@ -23,7 +23,13 @@ LANGSMITH = Log(
     model=("extra.invocation_params.model", "extra.metadata.ls_model_name"),
     rewards=("feedback_stats",),
 )
-LANGFUSE = Log(kind="type", calls="^GENERATION$", below="observations", episode=("traceId", "trace_id"))
+LANGFUSE = Log(
+    kind="type",
+    calls="^GENERATION$",
+    below="observations",
+    model=("model", "providedModelName"),
+    episode=("traceId", "trace_id"),
+)
 BRAINTRUST = Log(
     kind="span_attributes.type",
     calls="^llm$",
@@ -54,6 +60,7 @@ FORMATS = (
     Format("swe-agent", "history trajectory", agents.read_swe_agent),
     Format("mini-swe-agent", "trajectory_format messages", agents.read_mini_swe_agent),
     Format("tau-bench", "traj | simulations | reward_info task_id messages", agents.read_tau, session=agents.of_run),
+    Format("bfcl", "inference_log result", agents.read_bfcl),
     Format("inspect", "eval samples | messages epoch scores", agents.read_inspect),
     Format("toolbench", "answer_generation tree", agents.read_toolbench),
     Format("tree-of-thoughts", "steps.0.new_ys", agents.read_thoughts),
@@ -87,6 +94,6 @@ FORMATS = (
     Format("chat", "`messages`", conversations.read_chat, conversations.is_chat),
     Format("sharegpt", "conversations", conversations.read_sharegpt),
     Format("completion", "completion", conversations.read_completion),
-    Format("messages", "role content | role parts", events.read_messages, session=events.of_file),
+    Format("messages", "role content | role parts | role message.content | kind parts", events.read_messages, session=events.of_file),
 )
 """Tried in this order on the first record."""

@@ -117,6 +117,32 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
     return messages
 
 
+def read_bfcl(record: Record, notes: Notes) -> list[Record]:
+    """A line of a result file of the Berkeley function-calling leaderboard: turns, and in each the steps of the model.
+
+    Models for function calling answer with lists of `{name: arguments}`, others with text.
+    """
+    messages: list[Any] = []
+    for turn in field(record, "inference_log", list):
+        turn = turn if isinstance(turn, Mapping) else {}  # lists hold the state of the environment
+        messages += untrained(objects(turn, "begin_of_turn_query"))
+        for one in (entry for name in turn if name.startswith("step_") for entry in objects(turn, name)):
+            if one.get("role") == "tool":
+                messages.append({"role": "tool", "content": one.get("content")})
+            elif one.get("role") == "assistant":
+                calls = one.get("content")
+                message = picked(one, role="role", content="content", reasoning_content="reasoning_content")
+                if isinstance(calls, list):
+                    calls = [call for entry in objects(one, "content") for call in entry.items()]
+                    calls = [{"name": name, "arguments": arguments} for name, arguments in calls]
+                    message = message | {"content": None, "tool_calls": calls}
+                messages.append(message)
+    if not messages:
+        raise DataError("`inference_log` has no turns; single-turn results of BFCL do not have the prompt")
+    notes.add("BFCL logs neither the tools nor how results are written into the prompt (--tools FILE adds tools)")
+    return [facts(record) | {"messages": messages}]
+
+
 def read_inspect(record: Record, notes: Notes) -> list[Record]:
     """The samples of an Inspect AI log, each its conversation; the tools are those of its first model event."""
     samples = tracked(objects(record, "samples"), "keys of samples", notes) if "samples" in record else [record]

@@ -217,5 +217,18 @@ def read_atif(record: Record, notes: Notes) -> list[Record]:
 
 
 def read_messages(record: Record, notes: Notes) -> list[Record]:
-    """The messages of one conversation, each a record: Cline's and Cursor's histories, Gemini's contents."""
-    return [{"messages": record["records"]}]
+    """The messages of one conversation, each a record: Cline's history, Cursor's transcripts, Gemini's contents."""
+    messages = []
+    for one in objects(record, "records"):
+        held, kind = one.get("message"), one.get("type")
+        if isinstance(held, dict) and "role" in one:
+            notes.add("Cursor does not log its system prompt, its tools, and in most versions their results")
+            parts = objects(held, "content") if isinstance(held.get("content"), list) else held.get("content")
+            if isinstance(parts, list):
+                parts = [part for part in parts if part.get("type") != "turn_ended"]
+            messages += [{**held, "role": one["role"], "content": parts}] if parts else []
+        elif kind == "turn_ended":
+            notes.add("a line of type 'turn_ended' is no message and not in the row")
+        else:
+            messages.append(one)
+    return [{"messages": messages}]

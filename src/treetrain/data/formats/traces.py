@@ -22,6 +22,8 @@ CONVENTIONS = (
     ("gen_ai.prompt", "gen_ai.completion", "llm.request.functions"),  # OpenLLMetry
     ("mlflow.spanInputs", "mlflow.spanOutputs", "mlflow.chat.tools"),
     ("request_data", "response_data", "request_data.tools"),  # Logfire
+    ("ai.prompt.messages", "ai.response", "ai.prompt.tools"),  # Vercel's AI SDK
+    ("events", "events", "model_request_parameters.function_tools"),  # pydantic-ai
 )
 # Attributes that say what a span is, and their values for LLM calls.
 SPAN_KINDS = {
@@ -29,6 +31,7 @@ SPAN_KINDS = {
     "openinference.span.kind": "LLM",
     "mlflow.spanType": '"?(CHAT_MODEL|LLM)"?',
     "llm.request.type": "chat|completion",
+    "ai.operationId": r"ai\.\w+\.do(Generate|Stream)",
 }
 SPAN_FACTS = {
     "episode": ("rollout_id", "trace_id", "traceId", "context.trace_id"),
@@ -65,6 +68,10 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
             notes.add(OTHER)
             continue
         prompt, answer, tools = (_nested(attributes, name) for name in found)
+        if found[1] == "ai.response":
+            answer = _sdk_answer(answer)
+        elif found[1] == "events":
+            prompt, answer = _of_events(objects({"events": answer}, "events"))
         system, scores = _nested(attributes, "gen_ai.system_instructions"), look_up(record, "info.assessments")
         known = {"system": parsed(system), "tools": [_schema(tool) for tool in tools or []]}
         known |= {"reward": rewards[-1] if rewards else reward_of(scores, notes)} | picked(span, **SPAN_FACTS)
@@ -76,6 +83,35 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
 
 def _messages(value: Any) -> Any:
     return [_message(one) for one in value] if isinstance(value, list) else value
+
+
+def _sdk_answer(said: Any) -> dict[str, Any]:
+    """What the AI SDK has below `ai.response` as a message."""
+    parts = [{"type": kind, "text": look_up(said, name)} for kind, name in (("reasoning",) * 2, ("text", "text"))]
+    parts += [{"type": "text", "text": look_up(said, "object")}]
+    calls = [one | {"type": "tool-call"} for one in objects(said, "toolCalls")]
+    content = [part for part in parts if part["text"] is not None] + calls
+    return {"role": "assistant", "content": content, "finish_reason": look_up(said, "finishReason")}
+
+
+def _of_events(events: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """The prompt and the answer of pydantic-ai's events; a response with several texts has an event for each."""
+    messages: list[dict[str, Any]] = []
+    for one in events:
+        said = one.get("message") or one
+        message = picked(said, role="role", content="content", tool_calls="tool_calls", name="name")
+        if said.get("role") == "tool":
+            message |= picked(one, tool_call_id="id")
+        elif (content := message.get("content")) is not None:
+            content = [content] if isinstance(content, str) else content
+            message["content"] = [one if isinstance(one, str) else {"type": one.get("kind")} | one for one in content]
+        if messages and message.get("role") == messages[-1].get("role") == "assistant":
+            for name in message.keys() - {"role"}:
+                messages[-1][name] = [*messages[-1].get(name, []), *message[name]]
+        else:
+            messages.append(message)
+    answered = len(messages) - (bool(events) and "message" in events[-1])
+    return messages[:answered], messages[answered:]
 
 
 def _spans(record: Record) -> Iterator[Record]:
@@ -113,7 +149,7 @@ def _otlp_value(value: Any) -> Any:
     return content
 
 
-OPAQUE = ("arguments", "json_schema", "parameters", "input", "output")
+OPAQUE = ("arguments", "args", "json_schema", "parameters", "input", "output")
 """Values whose keys are a tool's own."""
 
 
@@ -178,7 +214,7 @@ def is_spans(record: Record) -> bool:
     spans = [record] if "resourceSpans" in record else list(_spans(record))
     if not spans or "resourceSpans" in record:
         return bool(spans)
-    starts = ("gen_ai.", "llm.", "openinference.", "mlflow.", "agentlightning.", "traceloop.", "request_data")
+    starts = ("gen_ai.", "ai.", "llm.", "openinference.", "mlflow.", "agentlightning.", "traceloop.", "request_data")
     names = [str(name) for span in spans for name in _attributes(span)]
     return any(name.startswith(starts) or name in ("llm", "openinference", "gen_ai") for name in names)
 
