@@ -263,16 +263,6 @@ def test_nothing_that_a_template_drops_is_dropped_in_silence(read, bytes_tokeniz
     )
 
 
-def test_records_that_extend_each_other_are_noted_unless_only_the_last_answer_is_trained(read, bytes_tokenizer):
-    rows = [MESSAGES[:3], [*MESSAGES[:5], ANSWER], [*MESSAGES[:2], ANSWER]]
-    options = {"tokenizer": bytes_tokenizer, "chat_template": "chatml", "tools": TOOLS}
-    (note,) = from_messages(rows, **options).notes
-    assert note.startswith("a conversation extends an earlier one") and "--train last" in note and "(row 1)" in note
-    assert from_messages(rows, **options, train="last").notes == ()
-    twice = from_messages([MESSAGES[:3], MESSAGES[:3]], **options)
-    assert twice.notes == ()  # two samples of one prompt
-
-
 def test_images_are_refused_or_keep_rows_apart(write_rows, bytes_tokenizer):
     def said(url):
         image = {"type": "image_url", "image_url": {"url": url}}

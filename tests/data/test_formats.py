@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from treetrain.data.load import from_messages, load
+from treetrain.errors import DataError
 
 SAMPLES = Path(__file__).parent / "samples"
 # The ids of the two calls in every sample of token ids: prompt, answer, log-probabilities.
@@ -87,7 +88,7 @@ WITHOUT_SYSTEM = ("claude-code.jsonl", "messages-cline.json", "messages-ai-sdk.j
 TRAINED = {"answer": 5, "call": 65}
 # The trained tokens of every row of the other samples, counted by hand. A call of ToolBench has no text: without `hm`,
 # a line end and its 6 characters of arguments there are 56. Its last one has 79 characters; `answer` is one token. BFCL
-# logs a call without the text beside it, so without `hm` and a line end; the other row's call is `[add(a=1)]` and the end.
+# logs a call without the text beside it, so without `hm` and a line end; the other call is `[add(a=1)]` and the end.
 OTHERS = {
     **{name: [2, 1][:calls] for name, (_, calls) in TOKEN_SAMPLES.items()},
     "art.jsonl": [65 + 5, 5],
@@ -273,3 +274,101 @@ def test_nodes_are_rows_whose_shared_tokens_are_equal(read, bytes_tokenizer, dia
     (expected,) = from_messages([dialogue], tokenizer=bytes_tokenizer, chat_template="chatml").trajectories
     np.testing.assert_array_equal(first.ids, expected.ids)
     assert (first.reward, second.reward) == (1.0, 0.0)
+
+
+# Where a trace or a session keeps its calls, lines or messages, each with keys of its own.
+CHILDREN = {
+    "langfuse.jsonl": "observations",
+    "langsmith.jsonl": "child_runs",
+    "mlflow.json": "data.spans",
+    "spans-otlp.jsonl": "resourceSpans.0.scopeSpans.0.spans",
+    "spans-phoenix-page.json": "data",
+    "langfuse-page.json": "data",
+    "openhands-output.jsonl": "history",
+    "atif.json": "steps",
+    "swe-agent.traj": "trajectory",
+    "swe-agent-history.traj": "history",
+    "tau2-bench.json": "simulations.0.messages",
+    "nodes-verifiers.jsonl": "traces.0.nodes",
+    "steps-verifiers.jsonl": "trajectory",
+    "steps-agent-lightning.jsonl": "triplets",
+    "claude-code.jsonl": "",
+    "codex.jsonl": "",
+    "openhands-events.json": "",
+    "spans-ai-sdk.jsonl": "",
+}
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_keys_of_children_and_lines_that_are_not_used_are_listed_in_one_note(read, tmp_path, name):
+    text = (SAMPLES / name).read_text()
+    records = [json.loads(text)] if name.endswith((".json", ".traj")) else [*map(json.loads, text.splitlines())]
+    children = records[0]
+    for part in filter(None, CHILDREN[name].split(".")):
+        children = children[int(part)] if part.isdigit() else children[part]
+    children = records if CHILDREN[name] == "" else children
+    for child in children[0] if isinstance(children[0], list) else children:
+        child["colour"] = 1
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (note,) = [note for note in read(path).notes if "'colour'" in note]
+    assert note.startswith("keys") and "that are not used" in note
+
+
+def rows_of(tokenizer, *records, **options):
+    found = from_messages(records, tokenizer=tokenizer, chat_template="chatml", **options)
+    return texts(tokenizer, found.trajectories), " ".join(found.notes)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+
+
+def test_ui_messages_of_older_ai_sdks_are_steps_too(bytes_tokenizer):
+    tool = {"state": "result", "toolCallId": "c1", "toolName": "add", "args": {"a": 1}, "result": "4"}
+    parts = [{"type": "tool-invocation", "toolInvocation": tool}, {"type": "source-url", "url": "x"}]
+    parts += [{"type": "step-start"}, {"type": "text", "text": "hm"}]
+    said, notes = rows_of(bytes_tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "parts": parts}])
+    assert said == [CALL + "hm<|im_end|>"] and "a part of type source-url of a UI message is not in the row" in notes
+
+
+def test_pydantic_ai_messages_have_instructions_retries_and_no_silent_parts(bytes_tokenizer):
+    def request(kind, content, **more):
+        return {"kind": "request", "parts": [{"part_kind": kind, "content": content, **more}], "instructions": "be"}
+
+    call = {"part_kind": "tool-call", "tool_name": "add", "args": {"a": 1}, "tool_call_id": "c1"}
+    answers = [{"kind": "response", "parts": parts} for parts in ([call], [{"part_kind": "text", "content": "hm"}])]
+    retry = request("retry-prompt", "again", tool_name="add", tool_call_id="c1")
+    talk = [request("user-prompt", ["hel", "lo"]), answers[0], retry, answers[1]]
+    said, notes = rows_of(bytes_tokenizer, talk)
+    assert said == [CALL + "hm<|im_end|>"] and "the words that it writes around a retry prompt" in notes
+    found = from_messages([talk], tokenizer=bytes_tokenizer, chat_template="chatml").trajectories
+    text = bytes_tokenizer.decode(found[0].ids)
+    assert text.startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
+    assert text.count("system") == 1 and "again" in text
+    with pytest.raises(DataError, match="message 2 has other `instructions` than the first"):
+        rows_of(bytes_tokenizer, [*talk[:2], retry | {"instructions": "other"}, answers[1]])
+    with pytest.raises(DataError, match="content part 0 is of type 'builtin-tool-call'"):
+        rows_of(bytes_tokenizer, [talk[0], {"kind": "response", "parts": [call | {"part_kind": "builtin-tool-call"}]}])
+
+
+def test_a_response_of_pydantic_ai_with_several_texts_is_one_answer(bytes_tokenizer):
+    said = [{"role": "assistant", "content": part} for part in ("h", [{"kind": "text", "text": "m"}])]
+    events = [{"role": "user", "content": "hello"}, *({"index": 0, "message": one} for one in said)]
+    span = {"attributes": {"gen_ai.operation.name": "chat", "events": json.dumps(events)}}
+    assert rows_of(bytes_tokenizer, span)[0] == ["hm<|im_end|>"]
+    span["attributes"]["events"] = json.dumps(events[:1])
+    with pytest.raises(DataError, match="an LLM call without an answer is no row"):
+        rows_of(bytes_tokenizer, span)
+
+
+def test_the_whole_conversation_of_a_pydantic_ai_run_is_read_by_its_path(bytes_tokenizer):
+    run = json.loads((SAMPLES / "spans-pydantic-ai.jsonl").read_text().splitlines()[-1])
+    path = {"messages": "attributes.all_messages_events"}
+    assert rows_of(bytes_tokenizer, run, map=path, format="chat")[0] == [
+        "hm\n" + CALL + "the answer is 4<|im_end|>",
+    ]
+
+
+def test_single_turn_results_of_bfcl_have_no_prompt(bytes_tokenizer):
+    with pytest.raises(DataError, match="single-turn results of BFCL do not have the prompt"):
+        rows_of(bytes_tokenizer, {"id": "simple_0", "result": "[add(a=1)]", "inference_log": []})

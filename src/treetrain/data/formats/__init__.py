@@ -94,6 +94,11 @@ FORMATS = (
     Format("chat", "`messages`", conversations.read_chat, conversations.is_chat),
     Format("sharegpt", "conversations", conversations.read_sharegpt),
     Format("completion", "completion", conversations.read_completion),
-    Format("messages", "role content | role parts | role message.content | kind parts", events.read_messages, session=events.of_file),
+    Format(
+        "messages",
+        "role content | role parts | role message.content | kind parts",
+        events.read_messages,
+        session=events.of_file,
+    ),
 )
 """Tried in this order on the first record."""

@@ -33,13 +33,14 @@ def read_swe_agent(record: Record, notes: Notes) -> list[Record]:
     answers are in the history, which has their tool calls.
     """
     entries = objects(record, "history")
-    answers = [_swe_message(one) for one in entries if one.get("role") == "assistant" and not one.get("is_demo")]
-    queries = [step.get("query") for step in objects(record, "trajectory")]
+    history = [_swe_message(one) for one in tracked(entries, "keys of the history", notes)]
+    answers = [one for one in history if one["role"] == "assistant" and "weight" not in one]
+    queries = [step.get("query") for step in tracked(objects(record, "trajectory"), "keys of steps", notes)]
     known = {"episode": notes.place} | facts(record)
     if len(answers) != len(queries) or not all(isinstance(query, list) and len(query) > 1 for query in queries):
         if queries:
             notes.add("the queries of the steps do not fit the answers of the history, which is read in their place")
-        return [known | {"messages": [_swe_message(entry) for entry in entries]}]
+        return [known | {"messages": history}]
     calls = [[_swe_message(entry) for entry in objects({"query": query}, "query")] for query in queries]
     return [known | {"messages": [*call, answer], "train": "last"} for call, answer in zip(calls, answers)]
 
@@ -106,7 +107,8 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
     of_model = [any(one.get(name) for name in ("cost", "usage", "raw_data")) for one in found]
     measured = any(of for of, one in zip(of_model, found) if one.get("role") == "assistant")
     messages: list[dict[str, Any]] = []
-    for one, sampled in zip(found, of_model):
+    for one, sampled in zip(tracked(found, "keys of messages", notes), of_model):
+        one.read |= {"cost", "usage", "raw_data", "requestor"}
         kept = picked(one, role="role", content="content", tool_calls="tool_calls")
         kept |= {"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}
         kept["finish_reason"] = first_path(one, "raw_data.choices.0.finish_reason", "raw_data.finish_reason")
@@ -137,6 +139,8 @@ def read_bfcl(record: Record, notes: Notes) -> list[Record]:
                     calls = [{"name": name, "arguments": arguments} for name, arguments in calls]
                     message = message | {"content": None, "tool_calls": calls}
                 messages.append(message)
+            else:
+                notes.add(f"an entry of the role {quoted(one.get('role'))} is not in the row")
     if not messages:
         raise DataError("`inference_log` has no turns; single-turn results of BFCL do not have the prompt")
     notes.add("BFCL logs neither the tools nor how results are written into the prompt (--tools FILE adds tools)")

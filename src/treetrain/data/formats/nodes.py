@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treetrain.data.formats.tokens import PER_TOKEN_KEYS
-from treetrain.data.records import FACT_KEYS, Notes, Record, facts, field, first_of, look_up, objects
+from treetrain.data.records import FACT_KEYS, Notes, Record, facts, field, first_of, look_up, objects, tracked
 from treetrain.errors import DataError, quoted
 
 NODE_FACTS = {"loss_weights": ("loss_mask", "loss_weights"), **PER_TOKEN_KEYS}
@@ -24,7 +24,11 @@ Node = dict[str, Any]
 def read_nodes(record: Record, notes: Notes) -> list[Record]:
     """Every trajectory as a row of its own; a recorded episode has several traces."""
     if "traces" in record:
-        return [row for trace in objects(record, "traces") for row in _trace(trace, facts(record), notes)]
+        return [
+            row
+            for trace in tracked(objects(record, "traces"), "keys of traces", notes)
+            for row in _trace(trace, facts(record), notes)
+        ]
     return _own(record, notes) if look_up(record, "nodes.0.sampled") is None else _trace(record, {}, notes)
 
 
@@ -81,7 +85,7 @@ def _trace(trace: Record, known: dict[str, Any], notes: Notes) -> list[Record]:
     """A trace of verifiers: a node holds one message, its tokens, and log-probabilities of the sampled ones alone."""
     nodes: list[Node] = []
     given = _nodes(trace)
-    for number, node in enumerate(given):
+    for number, node in enumerate(tracked(given, "keys of nodes", notes)):
         parent = node.get("parent")
         if parent is not None and not (isinstance(parent, int) and 0 <= parent < len(given)):
             raise DataError(f"`nodes.{number}.parent` is {quoted(parent)}, which is no node of {len(given)}")

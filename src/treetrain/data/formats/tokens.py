@@ -13,6 +13,7 @@ from treetrain.data.records import (
     ROW_KEYS,
     Notes,
     Record,
+    TrackedRecord,
     facts,
     field,
     first_of,
@@ -261,7 +262,7 @@ def read_steps(record: Record, notes: Notes) -> list[Record]:
     """One call of an agent per record; or a record with all calls of a rollout or of a batch."""
     for path in ("triplets", "trajectory"):  # Agent Lightning's rollouts, verifiers' states
         if look_up(record, path) is not None:
-            return _rollout(record, objects(record, path), notes.place)
+            return _rollout(record, objects(record, path), notes)
     prompts = first_path(record, *PROMPT_IDS)
     return _batch(record, len(prompts)) if isinstance(look_up(prompts, "0"), list) else [_step(record)]
 
@@ -285,7 +286,7 @@ def _step(record: Record) -> dict[str, Any]:
     return row | {name: value for name, value in known.items() if value is not None}
 
 
-def _rollout(record: Record, steps: list[dict[str, Any]], place: str) -> list[Record]:
+def _rollout(record: Record, steps: list[dict[str, Any]], notes: Notes) -> list[Record]:
     """All calls of one rollout; they share its reward."""
     reward = record.get("final_reward", record.get("reward"))
     rows = []
@@ -294,8 +295,10 @@ def _rollout(record: Record, steps: list[dict[str, Any]], place: str) -> list[Re
         if tokens is None and "triplets" not in record:
             raise DataError(f"`trajectory.{number}.tokens` is missing; the rollout was logged without token ids")
         own = field(step, "tokens", dict) if tokens else {}
-        row = _step(step | own | {"reward": step.get("reward") if reward is None else reward})
-        episode = first_path(record, *EPISODE) or row.get("episode") or place
+        call = TrackedRecord(step | own | {"reward": step.get("reward") if reward is None else reward})
+        row = _step(call)
+        notes.unused_keys(call, call.read | {"tokens"}, "keys of steps")
+        episode = first_path(record, *EPISODE) or row.get("episode") or notes.place
         rows.append(row | {"episode": episode, "group": first_path(record, *GROUP), "id": f"{episode}/{number}"})
     return rows
 

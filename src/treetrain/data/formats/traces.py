@@ -11,7 +11,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from treetrain.data.formats.conversations import call_rows, messages_in
-from treetrain.data.records import CALL, Notes, Record, facts, first_path, look_up, objects, parsed, picked
+from treetrain.data.records import (
+    CALL,
+    Notes,
+    Record,
+    TrackedRecord,
+    facts,
+    first_path,
+    look_up,
+    objects,
+    parsed,
+    picked,
+)
 from treetrain.errors import DataError, quoted
 
 OTHER = "spans and runs that are no LLM call are not rows"
@@ -58,7 +69,7 @@ def reward_of(scores: Any, notes: Notes) -> float | None:
 
 def read_spans(record: Record, notes: Notes) -> list[Record]:
     """A span, an OTLP export, or a trace of MLflow."""
-    rows, spans = [], list(_spans(record))
+    rows, spans = [], [one if one is record else TrackedRecord(one) for one in _spans(record)]
     rewards = [reward for span in spans if (reward := look_up(_attributes(span), REWARD)) is not None]
     for span in spans:
         attributes = _attributes(span)
@@ -78,6 +89,8 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
         known = {name: value for name, value in known.items() if value not in (None, [])}
         known |= picked(attributes, **SPAN_FACTS) | facts(record, span) | {CALL: attributes}
         rows += call_rows(known, _messages(prompt), _messages(answer), notes)
+        if isinstance(span, TrackedRecord) and span is not record:
+            notes.unused_keys(span, span.read, "keys of spans")
     return rows
 
 
@@ -130,9 +143,7 @@ def _attributes(span: Record) -> dict[str, Any]:
     given = span.get("attributes")
     if isinstance(given, list):
         return {str(look_up(entry, "key")): _otlp_value(look_up(entry, "value")) for entry in given}
-    columns = {
-        name.removeprefix("attributes."): value for name, value in span.items() if name.startswith("attributes.")
-    }
+    columns = {name.removeprefix("attributes."): span[name] for name in span if name.startswith("attributes.")}
     return columns | (dict(given) if isinstance(given, Mapping) else {})
 
 
@@ -254,7 +265,7 @@ class Log:
         while pending:
             entry, reward = pending.pop()
             below = [*(objects(entry, self.below) if self.below else []), *objects(entry, "records")]
-            pending += [(one, reward) for one in reversed(below)]
+            pending += [(TrackedRecord(one), reward) for one in reversed(below)]
             if not (re.search(self.calls, str(look_up(entry, self.kind))) if self.kind else entry is not record):
                 if entry is not record or not below:
                     notes.add(OTHER)
@@ -269,6 +280,8 @@ class Log:
                 notes.add("an LLM call of which the log has no messages is no row")
                 continue
             rows += call_rows(known | facts(entry) | {CALL: entry}, prompt, answer, notes)
+            if isinstance(entry, TrackedRecord) and entry is not record:
+                notes.unused_keys(entry, entry.read, "keys of calls")
         return rows
 
 
