@@ -109,8 +109,10 @@ def _sdk_answer(said: Any) -> dict[str, Any]:
 
 def _of_events(events: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
     """The prompt and the answer of pydantic-ai's events; a response with several texts has an event for each."""
-    messages: list[dict[str, Any]] = []
+    asked: list[Any] = []
+    answered: list[Any] = []
     for one in events:
+        messages = answered if "message" in one else asked
         said = one.get("message") or one
         message = picked(said, role="role", content="content", tool_calls="tool_calls", name="name")
         if said.get("role") == "tool":
@@ -123,8 +125,7 @@ def _of_events(events: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
                 messages[-1][name] = [*messages[-1].get(name, []), *message[name]]
         else:
             messages.append(message)
-    answered = len(messages) - (bool(events) and "message" in events[-1])
-    return messages[:answered], messages[answered:]
+    return asked, answered
 
 
 def _spans(record: Record) -> Iterator[Record]:
