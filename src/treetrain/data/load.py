@@ -124,7 +124,7 @@ def load(
     reading = _Reading(
         *(kind, settings, map or {}, on_error, where or {}, count, limit), vocab_size, max_positions, wants
     )
-    records = (found for path in paths for found in _records(path, reading.notes))
+    records = (found for path in paths for found in _records(read_records(path, reading.notes), reading.notes))
     if why:
         reading.notes.add(why, None)
     return reading.finished(collect(reading.rows(records)))
@@ -175,12 +175,12 @@ def from_messages(
             bad = DataError(f"the row is {quoted(row)}, expected a list of messages or an object")
             yield f"row {number}", record if isinstance(record, Mapping) else bad
 
-    first = next(records(), None)
+    first = next(iter(_records(records(), Notes())), None)
     if first is None:
-        raise DataError("no rows were given")
+        raise DataError("no rows were given: row 0 is missing, or a page without records")
     kind, _ = _detect(*first, format, map)
     reading = _Reading(kind, settings, map or {}, on_error, where or {}, count)
-    return reading.finished(list(reading.rows(records())))
+    return reading.finished(list(reading.rows(_records(records(), reading.notes))))
 
 
 def detect_format(
@@ -194,15 +194,15 @@ def detect_format(
     """
     if format != "auto":
         return _named(format), ""
-    first = next(iter(_records(path, Notes())), None)
+    first = next(iter(_records(read_records(path), Notes())), None)
     if first is None:
         raise DataError(f"{path}: no record holds messages or token ids")
     return _detect(*first, format, map)
 
 
-def _records(path: str | os.PathLike[str], notes: Notes) -> Records:
-    """The records of a file or folder, and of pages of an API the records in them."""
-    for place, record in read_records(path, notes):
+def _records(found: Records, notes: Notes) -> Records:
+    """The records, and of pages of an API the records in them."""
+    for place, record in found:
         first = next(iter(record.values()), None) if isinstance(record, Mapping) else None
         if isinstance(first, Mapping) and "model_patch" in first:
             notes.add("a file of predictions (preds.json) holds patches and no messages", place)

@@ -11,7 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treetrain.data.records import Notes, Record, Tools, first_of, first_path, look_up, parse_json, parsed, picked
+from treetrain.data.records import (
+    Notes,
+    Record,
+    Tools,
+    first_of,
+    first_path,
+    look_up,
+    objects,
+    parse_json,
+    parsed,
+    picked,
+)
 from treetrain.errors import DataError, quoted
 
 Message = dict[str, Any]
@@ -76,7 +87,7 @@ def _steps(messages: list[Any], notes: Notes) -> Iterator[tuple[str, Any]]:
             if one["kind"] == "response":
                 yield where, {"role": "assistant", "content": parts, "finish_reason": one.get("finish_reason")}
                 continue
-            for part, kind in zip(parts, kinds):
+            for part, kind in zip(objects(one, "parts"), kinds):
                 if kind == "retry-prompt":
                     notes.add("pydantic-ai's log lacks the words that it writes around a retry prompt", where)
                     kind = "tool-return" if part.get("tool_name") else "user-prompt"
@@ -85,29 +96,30 @@ def _steps(messages: list[Any], notes: Notes) -> Iterator[tuple[str, Any]]:
                     content = [part | {"type": "tool-result"}]
                 yield where, {"role": "system" if kind == "system-prompt" else "user", "content": content}
         elif any("-" in str(kind) for kind in kinds):
-            yield from ((where, step) for step in _ui_steps(one, parts, where, notes))
+            yield from ((where, step) for step in _ui_steps(one, where, notes))
         else:
             yield where, one
 
 
-def _ui_steps(message: Record, parts: list[Any], where: str, notes: Notes) -> Iterator[Message]:
+def _ui_steps(message: Record, where: str, notes: Notes) -> Iterator[Message]:
     """The LLM calls that one UI message holds, each followed by the results of its tools."""
     rest = {name: value for name, value in message.items() if name not in ("parts", "content", "toolInvocations")}
     said: list[Any] = []
     results: list[Any] = []
-    for part in [*parts, {"type": "step-start"}]:
+    for part in [*objects(message, "parts"), {"type": "step-start"}]:
         kind = str(_kind_of(part))
         if kind == "step-start":
             yield from [rest | {"content": said}] if said else []
             yield from [{"role": "user", "content": results}] if results else []
             said, results = [], []
         elif kind.startswith(("tool-", "dynamic-tool")):
-            part = part.get("toolInvocation") or part  # before version 5
-            name = part.get("toolName") or kind.removeprefix("tool-")
-            call = {"name": name, "id": part.get("toolCallId"), "input": first_of(part, "input", "args")}
-            said.append(call | {"type": "tool_call"})
-            if (value := first_of(part, "output", "result", "errorText")) is not None:
-                results.append({"type": "tool_result", "id": part.get("toolCallId"), "content": value})
+            inner = "toolInvocation"  # before version 5
+            name = first_path(part, "toolName", f"{inner}.toolName") or kind.removeprefix("tool-")
+            call = {"name": name, "id": first_path(part, "toolCallId", f"{inner}.toolCallId")}
+            given, value = first_path(part, "input", f"{inner}.args"), first_path(part, "output", f"{inner}.result")
+            said.append(call | {"type": "tool_call", "input": given})
+            if (value := part.get("errorText") if value is None else value) is not None:
+                results.append(call | {"type": "tool_result", "content": value})
         elif kind.startswith(("source-", "data-")):
             notes.add(f"a part of type {kind} of a UI message is not in the row", where)
         else:
@@ -203,7 +215,7 @@ def _typed(part: Any) -> Any:
     """A content part with its `type`, which Gemini's and Bedrock's have as the name of a field."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if isinstance(part, Mapping) and (kind := _kind_of(part)) in DASHED:  # the AI SDK's and pydantic-ai's
+    if isinstance(part, Mapping) and (kind := str(_kind_of(part))) in DASHED:  # the AI SDK's and pydantic-ai's
         value = first_of(part, "output", "result", "content")
         value = value["value"] if isinstance(value, Mapping) and {"type", "value"} <= value.keys() else value
         name, call = first_of(part, "toolName", "tool_name"), first_of(part, "toolCallId", "tool_call_id")

@@ -10,7 +10,19 @@ import numpy as np
 
 from treetrain.data.formats.conversations import NOT_TRAINED, finished, untrained
 from treetrain.data.formats.events import of_file
-from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, parsed, picked, tracked
+from treetrain.data.records import (
+    Notes,
+    Record,
+    TrackedRecord,
+    facts,
+    field,
+    first_path,
+    look_up,
+    objects,
+    parsed,
+    picked,
+    tracked,
+)
 from treetrain.errors import DataError, quoted
 
 INSPECT_SCORES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
@@ -96,19 +108,18 @@ def _tau_rows(record: Record, policy: Any, notes: Notes) -> list[Record]:
 
 def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
     """Messages that the agent saw: without the calls of the user's own tools and their results."""
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     for one in objects(run, "messages"):
         if one.get("role") == "tool" and "tool_messages" in one:
             found += objects(one, "tool_messages")
         elif one.get("role") != "user" or not one.get("tool_calls"):
             found.append(one)
-    found = [one for one in found if one.get("requestor") != "user"]
+    found = [one for one in map(TrackedRecord, found) if one.get("requestor") != "user"]
     # The greeting that starts a run and messages that a task begins with were not sampled.
     of_model = [any(one.get(name) for name in ("cost", "usage", "raw_data")) for one in found]
     measured = any(of for of, one in zip(of_model, found) if one.get("role") == "assistant")
     messages: list[dict[str, Any]] = []
-    for one, sampled in zip(tracked(found, "keys of messages", notes), of_model):
-        one.read |= {"cost", "usage", "raw_data", "requestor"}
+    for one, sampled in zip(found, of_model):
         kept = picked(one, role="role", content="content", tool_calls="tool_calls")
         kept |= {"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}
         kept["finish_reason"] = first_path(one, "raw_data.choices.0.finish_reason", "raw_data.finish_reason")
@@ -116,6 +127,7 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
             notes.add("an assistant message without cost, usage and raw data is not trained: nobody sampled it")
             kept |= NOT_TRAINED
         messages.append(kept)
+        notes.unused_keys(one, one.read | {"cost", "usage", "raw_data"}, "keys of messages")
     return messages
 
 
