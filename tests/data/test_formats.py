@@ -347,6 +347,8 @@ def test_pydantic_ai_messages_have_instructions_retries_and_no_silent_parts(byte
     assert text.count("system") == 1 and "again" in text
     with pytest.raises(DataError, match="message 2 has other `instructions` than the first"):
         rows_of(bytes_tokenizer, [*talk[:2], retry | {"instructions": "other"}, answers[1]])
+    with pytest.raises(DataError, match="message 0 has a part of the kind 'other'"):
+        rows_of(bytes_tokenizer, [request("other", "x"), *answers])
     with pytest.raises(DataError, match="content part 0 is of type 'builtin-tool-call'"):
         rows_of(bytes_tokenizer, [talk[0], {"kind": "response", "parts": [call | {"part_kind": "builtin-tool-call"}]}])
 

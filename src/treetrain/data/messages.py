@@ -91,10 +91,11 @@ def _steps(messages: list[Any], notes: Notes) -> Iterator[tuple[str, Any]]:
                 if kind == "retry-prompt":
                     notes.add("pydantic-ai's log lacks the words that it writes around a retry prompt", where)
                     kind = "tool-return" if part.get("tool_name") else "user-prompt"
-                content = part.get("content")
-                if kind == "tool-return":
-                    content = [part | {"type": "tool-result"}]
-                yield where, {"role": "system" if kind == "system-prompt" else "user", "content": content}
+                content = [part | {"type": "tool-result"}] if kind == "tool-return" else part.get("content")
+                role = {"system-prompt": "system", "user-prompt": "user", "tool-return": "user"}.get(str(kind))
+                if role is None:
+                    raise DataError(f"{where} has a part of the kind {quoted(kind)}, which is not known in a request")
+                yield where, {"role": role, "content": content}
         elif any("-" in str(kind) for kind in kinds):
             yield from ((where, step) for step in _ui_steps(one, where, notes))
         else:

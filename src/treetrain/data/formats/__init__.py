@@ -23,13 +23,7 @@ LANGSMITH = Log(
     model=("extra.invocation_params.model", "extra.metadata.ls_model_name"),
     rewards=("feedback_stats",),
 )
-LANGFUSE = Log(
-    kind="type",
-    calls="^GENERATION$",
-    below="observations",
-    model=("model", "providedModelName"),
-    episode=("traceId", "trace_id"),
-)
+LANGFUSE = Log(kind="type", calls="^GENERATION$", below="observations", episode=("traceId", "trace_id"))
 BRAINTRUST = Log(
     kind="span_attributes.type",
     calls="^llm$",

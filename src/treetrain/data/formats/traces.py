@@ -253,7 +253,7 @@ class Log:
     answer: tuple[str, ...] = ("output", "outputs")
     system: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
-    model: tuple[str, ...] = ("model",)
+    model: tuple[str, ...] = ("model", "providedModelName")
     episode: tuple[str, ...] = ("trace_id",)
     rewards: tuple[str, ...] = ("scores",)
     names: tuple[str, ...] = ("id",)
