@@ -71,6 +71,13 @@ class Ranks:
         """One of the values by rank for each set of rows."""
         return list(values)
 
+    def leave(self, error: BaseException) -> None:
+        """Record that this process leaves the others in the middle of a collective call, and tell them why.
+
+        Raises:
+            RanksDisagree: the error is that another rank has left.
+        """
+
     def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the ranks; one that no rank has stays None."""
 

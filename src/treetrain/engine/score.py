@@ -73,7 +73,7 @@ class Scoring:
         self._kept: tuple[Executor[Scores], ModelPasses] | None = None
         # Backward usually runs outside the caller's autocast, but parts that run again need it.
         device = engine.device.type
-        self._autocast: Callable[[], AbstractContextManager[None]] = partial(
+        self._autocast: Callable[[], AbstractContextManager[object]] = partial(
             torch.autocast,
             device,
             dtype=torch.get_autocast_dtype(device),

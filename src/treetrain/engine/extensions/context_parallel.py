@@ -83,11 +83,12 @@ class Share:
         """The arrays of this rank's tokens and edges, numbered within the share."""
         layout, none = self.layout, slice(0, 0)
         rows, edges = (self._rows, self._edges) if self._scored else (none, none)
-        tokens = [np.zeros(self.size, np.int64) for _ in range(2)]
-        for padded, own in zip(tokens, (layout.input_ids[self._tokens], layout.positions[self._tokens])):
+        ids, positions = (np.zeros(self.size, np.int64) for _ in range(2))
+        for padded, own in ((ids, layout.input_ids[self._tokens]), (positions, layout.positions[self._tokens])):
             padded[: len(own)] = own
         return LayoutArrays(
-            *tokens,
+            ids,
+            positions,
             layout.rows[rows] - self._tokens.start,
             layout.edge_row_index[edges] - rows.start,
             layout.edge_targets[edges].astype(np.int64, copy=False),
@@ -214,8 +215,8 @@ class HeadExchange:
                     "take a context-parallel group whose size divides them"
                 )
         mine = share.to_heads(*(x.flatten(1) for x in given))
-        states = (x.unflatten(1, (-1, of.shape[2])).contiguous() for x, of in zip(mine, given))
-        out = self._attention(*states, scale, layer, spec, None if sinks is None else share.own(sinks))
+        q, k, v = (x.unflatten(1, (-1, of.shape[2])).contiguous() for x, of in zip(mine, given))
+        out = self._attention(q, k, v, scale, layer, spec, None if sinks is None else share.own(sinks))
         return share.to_tokens(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
 
 

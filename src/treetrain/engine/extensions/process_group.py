@@ -135,11 +135,6 @@ class GroupRanks(Ranks):
         return values
 
     def leave(self, error: BaseException) -> None:
-        """Record that this process leaves the others in the middle of a collective call, and tell them why.
-
-        Raises:
-            RanksDisagree: the error is that another rank has left.
-        """
         assert self.group is not None
         self.lost = True
         store: Any = self.group.get_group_store()
