@@ -93,7 +93,7 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree
 
 def _check_rows(rows: Any) -> None:
     """Raise DataError or TypeError unless this is a sequence of rows."""
-    if not isinstance(rows, Iterable):
+    if not hasattr(rows, "__iter__"):
         expect("rows", rows, Iterable, "a list of rows, each a Trajectory or a list of token ids")
     if isinstance(rows, Mapping | str):
         raise DataError(
