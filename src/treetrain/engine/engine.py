@@ -290,7 +290,7 @@ class TreeEngine:
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
         """
-        ranks, sharing = self.ranks, self.sharing
+        ranks = self.ranks
         with ranks.together("forward_backward"):
             step = self._prepare(trajectories, loss, normaliser, mask)
             if self.balanced and balance is None and ranks.data_size > 1:
@@ -303,7 +303,7 @@ class TreeEngine:
                 if ranks.data_size > 1:
                     result = summed(ranks.per_data_rank(ranks.exchange(result.on_host())), over=ranks.data_size)
         if sync:
-            sharing.average_gradients(self.parameters)
+            self.sharing.average_gradients(self.parameters)
         return result
 
     def _prepare(
@@ -482,25 +482,27 @@ class TreeEngine:
         model, plan, counts = self.prepared, attempt.plan, attempt.counts
         batch, loss, normaliser = step.batch, step.loss, step.normaliser
         table = model.table(batch.layout, entropy="entropies" in loss.needs)
-        streamed = StreamedGradients(table, batch, loss, normaliser)
-        if plan.num_parts or self.collective:
-            added = added_loss(extensions) if extensions else None
-            if added is not None and plan.num_parts > 1 and not added.known:
-                first = self.passes_type(model, extensions, counts, None)
-                Executor(plan, first, gradients=False).score()
-                added.settle()
-            logprobs, coefficients = table.logprobs, None
-            if "entropies" not in loss.needs:
-                coefficients = loss.coefficients(batch.facts(logprobs))
-            gradients: KnownGradients = streamed
-            if coefficients is not None:
-                gradients = KnownGradients(table, sum_by_place(logprobs, batch.edges, coefficients) / normaliser)
+
+        def train(gradients: KnownGradients) -> None:
             passes = self.passes_type(model, extensions, counts, table, gradients)
             Executor(plan, passes, gradients=True).train()
-            if coefficients is not None:
+
+        has_passes = plan.num_parts > 0 or self.collective
+        added = added_loss(extensions) if extensions else None
+        if has_passes and added is not None and plan.num_parts > 1 and not added.known:
+            first = self.passes_type(model, extensions, counts, None)
+            Executor(plan, first, gradients=False).score()
+            added.settle()
+        if has_passes and "entropies" not in loss.needs:
+            logprobs, facts = table.logprobs, batch.facts(table.logprobs)
+            if (coefficients := loss.coefficients(facts)) is not None:
+                train(KnownGradients(table, sum_by_place(logprobs, batch.edges, coefficients) / normaliser))
                 with torch.no_grad():
-                    total, sums = loss.packed(batch.at_edges(logprobs), None, batch.facts(logprobs), None)
+                    total, sums = loss.packed(batch.at_edges(logprobs), None, facts, None)
                 return total / normaliser, sums
+        streamed = StreamedGradients(table, batch, loss, normaliser)
+        if has_passes:
+            train(streamed)
         streamed.finish()
         return streamed.total, streamed.sums
 

@@ -1,7 +1,6 @@
 """A model as an engine sees it: what it can do, what a pass costs, which plans fit into its memory."""
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -210,7 +209,7 @@ class EngineModel:
         first = "no" if plan.scores_first == "no" else "recomputed"
 
         def smaller(tokens: int) -> Plan:
-            return replace(self.plan(plan.layout, min(tokens, sys.maxsize)), scores_first=first)
+            return replace(self.plan(plan.layout, tokens), scores_first=first)
 
         together = not self.sharing.passes_with.alone
         return tries(plan, None if together else smaller, self.device, rollback)

@@ -1,4 +1,4 @@
-"""What a loss reads and reports: the facts of predictions, and metrics.
+"""Facts of predictions, which a loss reads, and metrics, which it reports.
 
 Shape letters: K trajectories, L tokens of one of them, T predictions in use.
 """

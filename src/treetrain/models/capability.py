@@ -523,7 +523,7 @@ class _Identity:
 
 
 def fingerprint(model: nn.Module, value_head: nn.Module | None) -> list[object]:
-    """What the checks of a model read: its modules, their settings, hooks and adapters, and the weights' kinds.
+    """Collect what the checks of a model read: its modules, their settings, hooks and adapters, and the weights' kinds.
 
     Two equal fingerprints of one model mean that checking it again would give the same answer.
     """

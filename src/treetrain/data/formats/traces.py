@@ -99,7 +99,7 @@ def _messages(value: Any) -> Any:
 
 
 def _sdk_answer(said: Any) -> dict[str, Any]:
-    """What the AI SDK has below `ai.response` as a message."""
+    """Read what the AI SDK has below `ai.response` as a message."""
     parts = [{"type": kind, "text": look_up(said, name)} for kind, name in (("reasoning",) * 2, ("text", "text"))]
     parts += [{"type": "text", "text": look_up(said, "object")}]
     calls = [one | {"type": "tool-call"} for one in objects(said, "toolCalls")]

@@ -1,1 +1,1 @@
-"""What a dense model in one process does not need: one file each, attached by the engine to the calls that need it."""
+"""Options that a dense model in one process does not need: one file each, attached by the engine to calls that do."""
