@@ -23,7 +23,8 @@ READY = $(VENV)/.installed
 endif
 
 .PHONY: help demo test test-full pytest-fast pytest-all lint types bench golden docs tutorial packages workflows \
-	test-wheel test-oldest test-newest test-next test-verl test-axolotl clean-venv active-environment
+	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-deepspeed test-quantised \
+	clean-venv active-environment
 .DEFAULT_GOAL := help
 
 help:
@@ -39,11 +40,14 @@ help:
 	@echo "make bench         run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
 	@echo "In an environment of their own:"
 	@echo "make test-wheel    the wheel in an empty environment: doctor, verify"
-	@echo "make test-oldest   the engine's tests with the oldest supported torch and transformers"
+	@echo "make test-oldest   the engine's and trainers' tests with the oldest of everything"
 	@echo "make test-newest   lint, types and all tests but the slow ones, with the newest of everything"
 	@echo "make test-next     the trainers' tests with the next TRL and transformers, from their main branches"
 	@echo "make test-verl     verl's engine with and without trees"
+	@echo "make test-skyrl    SkyRL's policy worker with and without trees"
 	@echo "make test-axolotl  Axolotl's trainer with and without the plugin"
+	@echo "make test-deepspeed  the trainers under DeepSpeed's ZeRO with and without shared prefixes"
+	@echo "make test-quantised  LoRA on weights quantised by bitsandbytes and torchao"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
 
 demo: $(READY)
@@ -66,8 +70,19 @@ pytest-all: $(READY)
 test-verl: VENV = .venv-verl
 test-verl:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 fastapi uvicorn pytest beartype -e .
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 \
+		fastapi uvicorn TransferQueue==0.1.11 cachetools pytest beartype -e .
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_verl.py
+
+# SkyRL's extras need GPUs; these are what its FSDP worker imports. It wants an older torch and transformers.
+SKYRL = skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.56.0 hydra-core==1.3.2 omegaconf loguru tqdm func_timeout accelerate torchdata tensordict \
+	jaxtyping polars aiohttp tensorboard
+test-skyrl: VENV = .venv-skyrl
+test-skyrl: TORCH = torch==2.11.0
+test-skyrl:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(SKYRL) pytest beartype -e .
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_skyrl.py
 
 # Axolotl's own requirements hold much that its trainer does not need.
 AXOLOTL = transformers==5.16.1 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 trl==1.9.0 evaluate==0.4.1 triton \
@@ -78,6 +93,22 @@ test-axolotl:
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(AXOLOTL) pytest beartype -e .
 	$(VENV)/bin/python -m pip install -q --no-deps axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_axolotl.py
+
+# DeepSpeed compiles its shared-memory extension at the first run. A compilation that is killed leaves a lock file in
+# ~/.cache/torch_extensions, which makes later runs wait for ever: remove it.
+test-deepspeed: VENV = .venv-deepspeed
+test-deepspeed:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q setuptools wheel ninja py-cpuinfo -e ".[dev]"
+	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install -q --no-build-isolation deepspeed==0.19.8
+	PATH="$(abspath $(VENV))/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
+		$(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/trainers/test_share_prefixes_deepspeed.py
+
+test-quantised: VENV = .venv-quantised
+test-quantised:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q bitsandbytes==0.50.2 torchao==0.18.0 -e ".[dev]"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/integrations/test_quantised.py
 
 bench: $(READY)
 	$(PY) benchmarks/run_all.py
@@ -119,13 +150,15 @@ test-wheel: packages
 	.venv-wheel/bin/treetrain doctor
 	.venv-wheel/bin/treetrain verify examples/countdown/heldout.jsonl.gz --model tiny --sample 8
 
-OLDEST = torch==2.11.0 transformers==5.0.0 accelerate==1.15.0 peft==0.17.0
+# TRL 1.15 has its head as Triton kernels alone; on a CPU Triton's interpreter runs them.
+OLDEST = numpy==1.26.4 torch==2.11.0 transformers==5.3.0 accelerate==1.10.1 peft==0.18.0 trl==1.15.0 triton
 test-oldest: VENV = .venv-oldest
 test-oldest:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q $(OLDEST) pytest pytest-xdist hypothesis beartype -e ".[train,peft]"
+	$(VENV)/bin/python -m pip install -q $(OLDEST) pytest pytest-xdist hypothesis beartype -e ".[trl,peft]"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) tests/tree tests/planning tests/losses tests/data tests/softmax_attention \
 		tests/linear_attention tests/engine tests/verification
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PYTEST_ARGS) tests/trainers
 test-oldest: PY = $(abspath $(VENV))/bin/python
 
 test-newest:
@@ -133,13 +166,12 @@ test-newest:
 	.venv-newest/bin/python -m pip install -q --upgrade --upgrade-strategy eager torch -e ".[dev]"
 	$(MAKE) --no-print-directory test VENV=.venv-newest
 
-# TRL's next version is refused by name, so the tests are told to take it for the supported one (tests/conftest.py).
 NEXT = git+https://github.com/huggingface/transformers git+https://github.com/huggingface/trl
 test-next:
 	test -x .venv-next/bin/python || $(PYTHON) -m venv .venv-next
 	.venv-next/bin/python -m pip install -q "$(TORCH)" && .venv-next/bin/python -m pip install -q -e ".[dev]"
 	.venv-next/bin/python -m pip install -q --upgrade $(NEXT)
-	TREETRAIN_TESTS_ANY_TRL=1 OMP_NUM_THREADS=1 .venv-next/bin/python -m pytest -n auto --dist worksteal -m "not slow" \
+	OMP_NUM_THREADS=1 .venv-next/bin/python -m pytest -n auto --dist worksteal -m "not slow" \
 		$(PYTEST_ARGS) tests/trainers tests/engine tests/models tests/integrations tests/examples
 
 $(VENV)/.installed: pyproject.toml Makefile

@@ -33,7 +33,7 @@ from treetrain.planning.devices import DEVICES
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.simulate import state_bytes
 from treetrain.simulation.splits import Split
-from treetrain.tree import build_tree
+from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 from workloads import DATA, tokenizer

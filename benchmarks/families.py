@@ -3,7 +3,8 @@
 Run: python benchmarks/families.py [model ...] [--workload tau_airline_calls] [--repeats 3] [--trial 4]
 
 Forward and backward of SFT, float32, as in cpu_efficiency.py, on small random models of the real classes: a mixture of
-experts shaped like Qwen3-MoE, and a hybrid of gated delta and attention layers shaped like Qwen3.5. All linear
+experts shaped like Qwen3-MoE, a hybrid of gated delta and attention layers shaped like Qwen3.5, and a hybrid of Mamba-2
+and attention layers shaped like Granite 4. All linear
 baselines (packed and padded, two sizes each) run on every fourth row; the fastest and the tree then alternate on all
 rows, in a fresh process per model. Rows are appended to results/families.csv.
 """
@@ -61,7 +62,30 @@ def qwen3_5_hybrid():
     )
 
 
-MODELS = {"qwen3_moe": qwen3_moe, "qwen3_5_hybrid": qwen3_5_hybrid}
+def granite_4_hybrid():
+    """12 layers, every sixth with full attention, the others Mamba-2; dense MLPs."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    kinds = ["full_attention" if number % 6 == 5 else "linear_attention" for number in range(12)]
+    shape = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **shape,
+            num_hidden_layers=12,
+            intermediate_size=1152,
+            shared_intermediate_size=1152,
+            num_local_experts=0,
+            layer_types=kinds,
+            mamba_n_heads=12,
+            mamba_d_head=64,
+            mamba_d_state=128,
+            mamba_n_groups=1,
+            mamba_chunk_size=256,
+        )
+    )
+
+
+MODELS = {"qwen3_moe": qwen3_moe, "qwen3_5_hybrid": qwen3_5_hybrid, "granite_4_hybrid": granite_4_hybrid}
 
 
 def measure(name: str, workload: str, repeats: int, trial: int) -> None:

@@ -24,6 +24,7 @@ NAMES = {
     "demo": "the demo",
     "qwen3_moe": "mixture of experts, 52M parameters",
     "qwen3_5_hybrid": "hybrid of gated DeltaNet and attention, 29M parameters",
+    "granite_4_hybrid": "hybrid of Mamba-2 and attention, 33M parameters",
 }
 INTRODUCTION = """# Benchmarks
 
@@ -90,7 +91,7 @@ SECTIONS = (
     ),
     Section(
         "Other layers",
-        "The same on a mixture of experts and on a hybrid with recurrent layers.",
+        "The same on a mixture of experts and on hybrids with recurrent layers.",
         "families.csv",
         ("model",),
         {"model": lambda row: NAMES.get(row["model"], row["model"]), **SPEED},

@@ -15,9 +15,10 @@ import numpy as np
 
 import rows as result_rows
 from tree_build import rollouts
-from treetrain.planning import CostModel, ModelShape, make_plan
+from treetrain.planning.cost import CostModel, ModelShape
+from treetrain.planning.make import make_plan
 from treetrain.planning.plan import heights
-from treetrain.tree import build_tree
+from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 from workloads import DATA, VOCAB, WORKLOADS, load_workload
 

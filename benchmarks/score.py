@@ -4,8 +4,9 @@ Run: python benchmarks/score.py [workload ...] [--repeats 5] [--dry-run]
 
 Both compute the same cross-entropy. `forward_backward` knows it beforehand, so its head computes gradients together
 with log-probabilities; `score` returns log-probabilities first. They alternate in one process, a fresh one for each
-workload; ratios of neighbours, medians. A second row per workload has a budget of half the tree, under which `score`
-runs its parts twice. Rows are appended to results/score.csv.
+workload; ratios of neighbours, medians of processor time. Further rows have budgets of a quarter, a half and three
+quarters of the tree, under which `score` runs the parts again whose graphs do not fit. Rows are appended to
+results/score.csv.
 """
 
 import os
@@ -30,7 +31,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     normaliser = loss.normaliser(batch)
     weights = [torch.from_numpy(row.weights[1:].copy()).float() for row in batch]
     tokens = tt.TreeEngine(model).plan(tree).layout.num_tokens
-    for budget in (None, tokens // 2):
+    for budget in (None, tokens // 4, tokens // 2, tokens * 3 // 4):
         engine = tt.TreeEngine(model, budget=budget)
 
         def streamed(engine=engine) -> None:
@@ -47,9 +48,9 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
         for _ in range(repeats + 1):
             for way, run in (("streamed", streamed), ("scored", scored)):
                 model.zero_grad(set_to_none=False)
-                start = time.perf_counter()
+                start = time.process_time()
                 last = run()
-                seconds[way].append(time.perf_counter() - start)
+                seconds[way].append(time.process_time() - start)
         pairs = list(zip(seconds["streamed"][1:], seconds["scored"][1:]))
         assert isinstance(last, tt.Scored)
         row = {

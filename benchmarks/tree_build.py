@@ -12,7 +12,9 @@ import tracemalloc
 import numpy as np
 
 import rows as result_rows
-from treetrain.tree import TokenTree, build_tree, tree_stats
+from treetrain.tree.build import build_tree
+from treetrain.tree.stats import tree_stats
+from treetrain.tree.token_tree import TokenTree
 
 REPEATS = 7
 GROUP = 16

@@ -1,6 +1,7 @@
 """Supervised fine-tuning in TRL, with shared prefixes computed once: two lines added to an ordinary SFTTrainer.
 
     python -m examples.trl_sft --output runs/warm
+    accelerate launch --config_file examples/accelerate_zero3.yaml -m examples.trl_sft
 
 The rows are recorded games of four countdown tasks. All begin with the rules, and the trials of a task share more.
 """
@@ -10,6 +11,7 @@ import gzip
 import json
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -59,6 +61,7 @@ def main(steps: int = 110, seed: int = 0, output: str = "runs/trl_sft", share: b
         save_strategy="no",
         report_to=[],
         bf16=False,
+        use_cpu=not torch.cuda.is_available(),
         seed=seed,
     )
     trainer = SFTTrainer(

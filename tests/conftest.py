@@ -24,14 +24,6 @@ _SHAPES_UNCHECKED = pytest.StashKey[bool]()
 SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
-if os.environ.get("TREETRAIN_TESTS_ANY_TRL") == "1":  # make test-next: does what is refused today already work?
-    import trl
-
-    from treetrain.trainers import share_prefixes
-
-    share_prefixes.TRL_VERSION = ".".join(trl.__version__.split(".")[:2])
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make test` checks shapes in one of SAMPLE tests of a file, since they take a third of the time; else in all."""
@@ -85,6 +77,12 @@ def _alive(pools: dict[int, Any], size: int) -> Any:
 def two(_pools: dict[int, Any]) -> Any:
     """Two processes that are all of their group (`support.processes`)."""
     return _alive(_pools, 2)
+
+
+@pytest.fixture
+def four(_pools: dict[int, Any]) -> Any:
+    """Four processes that are all of their group."""
+    return _alive(_pools, 4)
 
 
 @pytest.fixture

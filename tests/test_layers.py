@@ -103,7 +103,7 @@ def test_the_engine_knows_no_losses_and_losses_only_its_protocol():
             }, path  # fmt: skip
 
 
-CORE = ("executor", "score", "loss_gradients", "model_passes", "own_model", "part", "extension", "lm_head", "memory")
+CORE = ("executor", "score", "loss_gradients", "model_passes", "own_model", "extension", "lm_head", "memory")
 OPTIONS = re.compile(
     r"router|recurren|state_?cache|context.?parallel|tensor.?parallel|expert.?parallel|fsdp|shard|mixture"
 )

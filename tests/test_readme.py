@@ -109,9 +109,10 @@ def test_every_command_is_shown_in_the_readme_and_in_the_docs():
 
 
 def test_every_flag_that_a_page_names_exists():
-    fields = {"help", "version", "shutdown-timeout", "output"}  # the last two are those of torchrun and of the examples
-    for script in (ROOT / "benchmarks").glob("gpu*.py"):
-        fields |= set(re.findall(r'add_argument\("--([a-z-]+)"', script.read_text(encoding="utf-8")))
+    fields = {"help", "version", "output"}  # the last is that of the examples
+    fields |= {"shutdown-timeout", "config_file", "num_processes", "accelerate_config"}  # other tools
+    for script in [*(ROOT / "benchmarks").glob("gpu*.py"), *(ROOT / "examples").glob("*.py")]:
+        fields |= set(re.findall(r'add_argument\("--([a-z_-]+)"', script.read_text(encoding="utf-8")))
     for command in COMMANDS_SHOWN:
         for action in importlib.import_module(f"treetrain.cli.{command}").make_parser()._actions:
             fields |= {option.removeprefix("--") for option in action.option_strings}

@@ -41,6 +41,7 @@ _PUBLIC = {
     "prediction_logprobs": "treetrain.engine.own_model",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
+    "token_logprobs": "treetrain.trainers.token_logprobs",
     "PrefixGroupSampler": "treetrain.trainers.groups",
     "group_batches": "treetrain.trainers.groups",
     "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
@@ -91,6 +92,7 @@ __all__ = [
     "stats",
     "to_packed",
     "to_padded",
+    "token_logprobs",
     "values",
     "verify",
 ]
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     from treetrain.trainers.groups import group_batches as group_batches
     from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
+    from treetrain.trainers.token_logprobs import token_logprobs as token_logprobs
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.token_tree import TokenTree as TokenTree

@@ -7,6 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CHECKED = {"cuda"}
+"""Types of devices on which a kernel is compared with its reference before its first use; see `kernel_checks.py`."""
+
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Convert arrays of one dtype to tensors: without a copy on a CPU, else as views of one tensor.

@@ -276,43 +276,69 @@ def test_nodes_are_rows_whose_shared_tokens_are_equal(read, bytes_tokenizer, dia
     assert (first.reward, second.reward) == (1.0, 0.0)
 
 
-# Where a trace or a session keeps its calls, lines or messages, each with keys of its own.
+# Where logs keep objects with keys of their own: the path in the file, and the path that the remark names.
 CHILDREN = {
-    "langfuse.jsonl": "observations",
-    "langsmith.jsonl": "child_runs",
-    "mlflow.json": "data.spans",
-    "spans-otlp.jsonl": "resourceSpans.0.scopeSpans.0.spans",
-    "spans-phoenix-page.json": "data",
-    "langfuse-page.json": "data",
-    "openhands-output.jsonl": "history",
-    "atif.json": "steps",
-    "swe-agent.traj": "trajectory",
-    "swe-agent-history.traj": "history",
-    "tau2-bench.json": "simulations.0.messages",
-    "nodes-verifiers.jsonl": "traces.0.nodes",
-    "steps-verifiers.jsonl": "trajectory",
-    "steps-agent-lightning.jsonl": "triplets",
-    "claude-code.jsonl": "",
-    "codex.jsonl": "",
-    "openhands-events.json": "",
-    "spans-ai-sdk.jsonl": "",
+    "langfuse.jsonl": ("0.observations.0", "observations."),
+    "langsmith.jsonl": ("0.child_runs.0", "child_runs."),
+    "mlflow.json": ("0.data.spans.0", "data.spans."),
+    "spans-otlp.jsonl": ("0.resourceSpans.0.scopeSpans.0.spans.0", "resourceSpans.scopeSpans.spans."),
+    "spans-phoenix-page.json": ("0.data.0", ""),
+    "langfuse-page.json": ("0.data.0", ""),
+    "openhands-output.jsonl": ("0.history.0", "history."),
+    "openhands-completions.jsonl": ("0.response.choices.0", "response.choices."),
+    "atif.json": ("0.steps.1", "steps."),
+    "swe-agent.traj": ("0.trajectory.0", "trajectory."),
+    "swe-agent-history.traj": ("0.history.0", "history."),
+    "tau2-bench.json": ("0.simulations.0.messages.1", "simulations.messages."),
+    "nodes.jsonl": ("0.nodes.0", "nodes."),
+    "nodes-verifiers.jsonl": ("0.traces.0.nodes.0", "traces.nodes."),
+    "steps-verifiers.jsonl": ("0.trajectory.0", "trajectory."),
+    "steps-agent-lightning.jsonl": ("0.triplets.0", "triplets."),
+    "claude-code.jsonl": ("3.message.content.0", "message.content."),
+    "codex.jsonl": ("0.payload", "payload."),
+    "openhands-events.json": ("1", ""),
+    "spans-ai-sdk.jsonl": ("1", ""),
+    "spans-openinference.jsonl": ("0.attributes", "attributes."),
+    "bfcl.jsonl": ("0.inference_log.1", "inference_log."),
+    "toolbench.json": ("0.tree.tree.children.0.children.0", "tree.children."),
+    "tree-of-thoughts.json": ("0.steps.0", "steps."),
+    "inspect.json": ("0.samples.0.events.0", "samples.events."),
+    "gemini.jsonl": ("0.response.candidates.0.content.parts.0", "response.candidates.content.parts."),
+    "litellm.jsonl": ("0.response.choices.0", "response.choices."),
+    "messages-cline.json": ("0.1.content.0", "content."),
+    "messages-ai-sdk.json": ("0.1.parts.1", "parts."),
+    "weave.jsonl": ("1.output.choices.0", "output.choices."),
+    "areal-interactions.json": ("0.chatcmpl-1.output_message_list.0.tool_calls.0", "*.output_message_list.tool_calls."),
+    "art.jsonl": (
+        "0.trajectories.0.messages_and_choices.2.message.tool_calls.0",
+        "trajectories.messages_and_choices.message.tool_calls.",
+    ),
+    "nemo-gym.jsonl": ("0.response.output.0.content.0", "response.output.content."),
 }
 
 
 @pytest.mark.parametrize("name", CHILDREN)
-def test_keys_of_children_and_lines_that_are_not_used_are_listed_in_one_note(read, tmp_path, name):
+def test_a_key_that_no_reader_knows_is_named_with_its_path(read, tmp_path, monkeypatch, name):
+    path, named = CHILDREN[name]
     text = (SAMPLES / name).read_text()
     records = [json.loads(text)] if name.endswith((".json", ".traj")) else [*map(json.loads, text.splitlines())]
-    children = records[0]
-    for part in filter(None, CHILDREN[name].split(".")):
-        children = children[int(part)] if part.isdigit() else children[part]
-    children = records if CHILDREN[name] == "" else children
-    for child in children[0] if isinstance(children[0], list) else children:
-        child["colour"] = 1
-    path = tmp_path / name
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (note,) = [note for note in read(path).notes if "'colour'" in note]
-    assert note.startswith("keys") and "that are not used" in note
+    records = records[0] if isinstance(records[0], list) and not name.startswith("messages") else records
+    at = records
+    for part in path.split("."):
+        at = at[int(part)] if isinstance(at, list) else at[part]
+    at["colour"] = 1
+    file = tmp_path / name
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr("treetrain.data.records.LISTED", 1000)
+    (note,) = [note for note in read(file).notes if "colour" in note]
+    assert note.startswith("keys that are not used: ") and f"'{named}colour' (1)" in note
+
+
+def test_keys_in_json_that_is_logged_as_text_are_named(bytes_tokenizer):
+    said = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    answer = {"choices": [{"message": {"role": "assistant", "content": '{"colour": 1}'}, "colour": 1}], "size": 2}
+    _, notes = rows_of(bytes_tokenizer, {"request": json.dumps(said), "response": json.dumps(answer)})
+    assert "keys that are not used: 'response.size' (1), 'response.choices.colour' (1); first: row 0" in notes
 
 
 def rows_of(tokenizer, *records, **options):

@@ -417,6 +417,78 @@ def test_parquet_that_has_run_lengths_without_bound_is_refused(tmp_path, monkeyp
         load(path)
 
 
+def zeros(rows, count):
+    """Rows of so many zeros, whose pages of memory are one."""
+    return pa.LargeListArray.from_arrays(pa.array(range(0, rows * count + 1, count), pa.int64()), buffer(rows * count))
+
+
+def buffer(count):
+    return pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(np.zeros(count, np.int32))])
+
+
+def in_batches(path, kind, codec, column, batches):
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    table = pa.table({"input_ids": column})
+    with getattr(pa.ipc, f"new_{kind}")(str(path), table.schema, options=options) as writer:
+        for _ in range(batches):
+            writer.write(table)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_batches_that_decompress_without_bound_are_refused_together(tmp_path, monkeypatch, kind, codec):
+    path = in_batches(tmp_path / "rows.arrow", kind, codec, zeros(2, 1 << 17), 20)
+    assert len(load(path).trajectories) == 40
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "BOMB_RATIO", 20)
+    with pytest.raises(DataError, match=r"rows\.arrow: cannot be read as arrow after row \d+ \(.* decompress to more"):
+        load(path)
+
+
+def test_what_many_rows_repeat_counts_for_each(tmp_path, monkeypatch):
+    same = pa.DictionaryArray.from_arrays(pa.array([0] * 400, pa.int8()), zeros(1, 1 << 12))
+    for name, write in (("rows.arrow", lambda path: in_batches(path, "file", None, same, 1)), ("rows.parquet", None)):
+        path = tmp_path / name
+        (write or (lambda path: pyarrow.parquet.write_table(pa.table({"input_ids": zeros(400, 1 << 12)}), path)))(path)
+        assert path.stat().st_size < 1 << 16 and len(load(path).trajectories) == 400
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "BOMB_BYTES", 1 << 20)
+            patched.setattr(files, "BOMB_RATIO", 1)
+            with pytest.raises(DataError, match=rf"{name}: cannot be read .* bytes decompress to more than"):
+                load(path)
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([1 << 30], pa.int32()), zeros(1, 4))
+    in_batches(tmp_path / "runs.arrow", "file", None, runs, 1)
+    with pytest.raises(DataError, match=r"runs\.arrow: cannot be read .*run_end_encoded.* has no bound on its length"):
+        load(tmp_path / "runs.arrow")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is limited on Linux only")
+@pytest.mark.parametrize(
+    "codec", ["file zstd", "file lz4", "stream zstd", "stream lz4", "snappy", "gzip", "zstd", "lz4"]
+)
+def test_gigabytes_in_one_buffer_are_refused_in_bounded_memory(tmp_path, codec):
+    """6 GB in a buffer of Arrow; pages of Parquet have 2 GB at most, and the table is larger than the limit here."""
+    kind, _, rest = codec.partition(" ")
+    if rest:
+        path, limit = in_batches(tmp_path / "rows.arrow", kind, rest, zeros(1, 3 << 29), 1), files.TABLE_BYTES
+    else:
+        path, limit = tmp_path / "rows.parquet", 1 << 28
+        table, options = pa.table({"input_ids": zeros(1, 100_000_000)}), {"use_dictionary": False}
+        pyarrow.parquet.write_table(table, path, compression=codec, data_page_size=1 << 30, **options)
+    assert path.stat().st_size < 1 << 25
+    code = (
+        f"import re, sys, treetrain as tt; from treetrain.data import files; files.TABLE_BYTES = {limit}\n"
+        "try: tt.load(sys.argv[1])\n"
+        "except tt.DataError as error: print(error)\n"
+        "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=300)
+    assert f"{path}: the rows after 0 take more than {limit:,} bytes" in done.stdout, done.stdout + done.stderr
+    assert int(done.stdout.split()[-1]) < 1 << 20
+
+
 def test_a_time_limit_ends_late_calls_only_and_leaves_nothing_behind():
     def spin(seconds):
         end = time.monotonic() + seconds

@@ -113,6 +113,12 @@ def test_a_response_without_end_is_cut_off(read, trained):
     assert trained(read({"messages": PROMPT, "choices": [choice]})) == ["the answer is 4"]
     body = {"type": "message", "role": "assistant", "content": ITEMS[2]["content"], "stop_reason": "max_tokens"}
     assert trained(read({"request": {"messages": PROMPT}, "response": body})) == ["the answer is 4"]
+    span = {"gen_ai.operation.name": "chat", "gen_ai.response.finish_reasons": ["length"]}
+    span |= {"gen_ai.input.messages": PROMPT, "gen_ai.output.messages": json.dumps([ANSWER])}
+    assert trained(read({"attributes": span})) == ["the answer is 4"]
+    assert trained(read({"attributes": span | {"gen_ai.response.finish_reasons": '["stop"]'}})) == [
+        "the answer is 4<|im_end|>"
+    ]
     response = {"output": [ITEMS[2]], "status": "incomplete"}
     assert trained(read({"request": {"input": "hello"}, "response": response})) == ["the answer is 4"]
 

@@ -20,6 +20,7 @@ from support.cases import EVERY, OTHERS
 from support.models import make_model
 from support.moe import at_random
 from support.plans import planned
+from support.plans import scored_first as choice_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.linear import LinearEngine
 from treetrain.testing.contract import PureFloat64
@@ -364,7 +365,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     Args:
         how: ddp, fsdp, context, tensor, expert, or mesh: 2 x 2 of replicas and of shards that are context parallel.
         shapes: (shape, keep) of the plans of each rank (on a mesh, of each two).
-        keeps: whether graphs fit, in the same way.
+        keeps: the graphs that are kept (see `support.plans`), in the same way.
         calls: that the step is accumulated over.
         changes: the model's family, and of its configuration.
     """
@@ -380,18 +381,18 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
 
     wrapped = parallel_model(model, how, mesh)
     engine = planned(*shapes[rank % len(shapes)])(wrapped, temperature=1.3, context=context)
-    engine.prepared.keeps_graphs = lambda plan: keeps[rank % len(keeps)]  # type: ignore[method-assign]
+    engine.prepared.scored_first = choice_of(keeps[rank % len(keeps)])  # type: ignore[method-assign]
     reference = tt.TreeEngine(alone, temperature=1.3)
     own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
-    scored_first = []
+    orders = []
     with PureFloat64():
         for call in range(calls):
             scored = engine.score(own[call::calls], entropies=True)
             if own[call::calls]:
                 _own_loss(scored.logprobs, scored.entropies).backward()  # type: ignore[arg-type]
-            scored_first.append(scored.plan.scores_first)
+            orders.append(scored.plan.scores_first)
             scored.backward(sync=call == calls - 1)
         whole = reference.score(rows, entropies=True)
         (_own_loss(whole.logprobs, whole.entropies) / copies).backward()  # type: ignore[arg-type]
         whole.backward()
-    return {"error": relative_error(gradients(model), gradients(alone)), "scores_first": scored_first}
+    return {"error": relative_error(gradients(model), gradients(alone)), "scores_first": orders}

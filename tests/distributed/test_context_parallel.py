@@ -28,6 +28,8 @@ def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
         ("gpt_oss", ()),  # sinks, windows, experts
         ("qwen3_moe", ()),
         ("qwen3_5_deep", ()),  # recurrent layers above and below attention
+        ("bamba_deep", ()),
+        pytest.param("falcon_h1", (), marks=pytest.mark.slow),
         pytest.param("qwen3_next", (), marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", (), marks=pytest.mark.slow),
         ("lfm2", ()),  # convolutions with a bias
@@ -90,13 +92,34 @@ def test_four_ranks(run_on_ranks):
     check(run_on_ranks, Job("context", "value", changes=four, value_head=True, shapes=small), size=4)
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("family", "changes", "size"),
+    [
+        ("qwen3", KEYS, 4),
+        ("qwen3", (("num_key_value_heads", 1),), 4),
+        ("qwen3", (("num_attention_heads", 6), ("num_key_value_heads", 2)), 3),  # copies of 2 heads on each rank
+        ("qwen3", (("num_attention_heads", 6), ("num_key_value_heads", 3)), 2),
+        ("gpt_oss", KEYS, 4),  # sinks, windows, experts
+    ],
+)
+def test_heads_of_keys_and_values_are_repeated_for_ranks_that_do_not_divide_them(run_on_ranks, family, changes, size):
+    job = Job("context", "ppo entropy", family=family, changes=changes)
+    check(run_on_ranks, dataclasses.replace(job, budget=4), size=size)
+    check(run_on_ranks, dataclasses.replace(job, shapes=(("chunks of 7", "mixed"),) * size), size=size)
+    check(run_on_ranks, dataclasses.replace(job, dtype=torch.float32, lora=True), size=size)
+    for keeps in ("kept", "recomputed"):
+        plans = (("chunks of 2", "mixed"),) * size
+        for outcome in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", (family, changes), size=size):
+            assert outcome["error"] <= 1e-12, outcome
+
+
+@pytest.mark.parametrize("keeps", ["kept", "partly", "recomputed"])
 def test_score_now_and_backward_later(run_on_ranks, keeps):
     plans = (("chunks of 7", "mixed"),) * 2
     for outcome in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", ("qwen3", KEYS)):
         assert outcome["error"] <= 1e-12, outcome
     plans = (("chunks of 7", "mixed"), ("chunks of 2", "none"))
-    for outcome in run_on_ranks(scored_step, "mesh", plans, (keeps, True), 2, "round", ("qwen3", KEYS), size=4):
+    for outcome in run_on_ranks(scored_step, "mesh", plans, (keeps, "kept"), 2, "round", ("qwen3", KEYS), size=4):
         assert outcome["error"] <= 1e-12, outcome
 
 
@@ -123,10 +146,14 @@ def _refused(group, family: str, changes: dict, sharing: str = "") -> str:
 
 def test_what_cannot_be_divided_is_refused_by_name_before_any_work(run_on_ranks):
     for outcome in run_on_ranks(_refused, "qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}):
-        assert "3 heads of keys and values" in outcome and "groups of 1, 3 can" in outcome
+        assert "it has 3 heads, which 2 ranks cannot share evenly; groups of 1, 3 can: pass one" in outcome
+    for outcome in run_on_ranks(_refused, "qwen3", {"num_attention_heads": 2, "num_key_value_heads": 1}, size=4):
+        assert "it has 2 heads, which 4 ranks cannot share evenly; groups of 1, 2 can: pass one" in outcome
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
     for outcome in run_on_ranks(_refused, "qwen3_5_text", {"num_key_value_heads": 2, **heads}):
         assert "1 key heads of recurrent layers, which 2 ranks cannot share evenly; groups of 1 can" in outcome
+    for outcome in run_on_ranks(_refused, "bamba", {"num_key_value_heads": 2, "mamba_n_groups": 1}):
+        assert "1 groups of heads of recurrent layers, which 2 ranks cannot share evenly" in outcome
     for outcome in run_on_ranks(_refused, "qwen3", {"num_key_value_heads": 2}, "half of them"):
         assert "do not divide among them: every process of a context group must be in group=" in outcome
 

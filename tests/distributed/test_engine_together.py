@@ -19,6 +19,7 @@ import treetrain as tt
 from support.models import make_model
 from support.processes import RankFailed
 from treetrain.testing.contract import PureFloat64
+from treetrain.verification.bench import measured_cost
 
 DISAGREEMENTS = {
     "temperature": ("differ in the temperature: rank 0 has 1.0, rank 1 0.5", "rank 1 0.5"),
@@ -235,6 +236,36 @@ def interrupted(group: Any) -> str:
     return outcome
 
 
+def planning(group: Any, parallel: str) -> tuple[str, str, int, int]:
+    """This rank's errors where another rank cannot plan, and in a step after that; parts of a plan that it makes alone,
+    and the bytes that the step's plan could use."""
+    model, sharing = _model(parallel, group)
+    engine, rank = tt.TreeEngine(model, **sharing), dist.get_rank(group)
+    rows = [[1, 2, 3], [1, 2, 4]]
+    own = engine.prepared.plan
+    if rank == 1:
+        engine.prepared.plan = failing  # type: ignore[method-assign]
+    outcome = error_of(lambda: engine.score(rows))
+    assert error_of(lambda: engine.forward_backward(rows, tt.losses.sft())) == outcome.replace(
+        "TreeEngine.score", "forward_backward"
+    )
+    engine.prepared.plan = own  # type: ignore[method-assign]
+    parts = engine.plan(rows).num_parts if rank == 0 else 1
+    engine.prepared.free_bytes = lambda: 1_000_000 + rank  # type: ignore[method-assign]
+    again = error_of(lambda: engine.forward_backward(rows, tt.losses.sft()))
+    return outcome, again, parts, engine.prepared.free or 0
+
+
+def failing(*_: Any) -> None:
+    raise Oops("no plan")
+
+
+def measuring(group: Any) -> bool:
+    """Whether the passes of a sharded model can be timed, beside an engine that waits for nothing."""
+    model, _ = _model("fsdp", group)
+    return measured_cost(model).speeds.graph_pass >= 0
+
+
 def left_alone(group: Any, parallel: str, killed: bool) -> str:
     """Return this rank's error when the model of another rank raises during a pass, or its process is killed."""
     model, sharing = _model(parallel, group)
@@ -301,6 +332,21 @@ def test_ranks_in_a_pass_that_another_has_left_are_told_its_error_when_its_proce
         run_on_ranks(left_alone, parallel, killed)
     assert "rank 0: RanksDisagree: another rank has left this pass" in str(failed.value)
     assert ("see what it said" if killed else "rank 1 of 2: Oops: in the second layer") in str(failed.value)
+
+
+@pytest.mark.parametrize("parallel", ["context", "tensor", "mesh"])
+def test_no_rank_waits_for_the_free_bytes_of_one_that_cannot_plan_or_plans_alone(run_on_ranks, parallel) -> None:
+    size = 4 if parallel == "mesh" else 2
+    outcomes = run_on_ranks(planning, parallel, size=size)
+    for rank, (outcome, again, parts, free) in enumerate(outcomes):
+        assert outcome == "Oops: no plan" if rank == 1 else "because of rank 1 of" in outcome, outcomes
+        assert again == "no error" and parts == 1
+        least = 1_000_000 + rank // 2 * 2
+        assert free == least * (1 if parallel == "tensor" else 2)
+
+
+def test_the_passes_of_a_sharded_model_can_be_timed(run_on_ranks) -> None:
+    assert all(run_on_ranks(measuring))
 
 
 def test_a_rank_that_is_interrupted_is_out_of_step_and_says_so(run_on_ranks) -> None:

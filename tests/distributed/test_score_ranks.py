@@ -81,7 +81,7 @@ def a_forgotten_backward(group: Any, how: str) -> str:
     return said
 
 
-def check(run_on_ranks, how, *, keeps=(True,), calls=1, split="round", changes=QWEN3, shapes=PLANS, size=2):
+def check(run_on_ranks, how, *, keeps=("kept",), calls=1, split="round", changes=QWEN3, shapes=PLANS, size=2):
     found = run_on_ranks(scored_step, how, shapes, keeps, calls, split, changes, size=size)
     for outcome in found:
         assert outcome["error"] <= 1e-12, found
@@ -99,32 +99,37 @@ def alternating(cases):
 
 @pytest.mark.parametrize(("how", "split"), alternating(["round", "halves", "first has all", "last has all"]))
 def test_ranks_have_rows_of_their_own_or_none(run_on_ranks, how, split):
-    for keeps in ((True,), (False,)):
+    for keeps in (("kept",), ("partly",), ("recomputed",)):
         check(run_on_ranks, how, keeps=keeps, split=split)
 
 
 def test_ranks_of_a_sharded_model_all_keep_their_graphs_or_none_does(run_on_ranks):
-    assert check(run_on_ranks, "fsdp", keeps=(True, False)) == [["recomputed"]] * 2
-    assert check(run_on_ranks, "fsdp", keeps=(True, True)) == [["kept"]] * 2
-    assert check(run_on_ranks, "ddp", keeps=(True, False)) == [["kept"], ["recomputed"]]
+    assert check(run_on_ranks, "fsdp", keeps=("kept", "recomputed")) == [["recomputed"]] * 2
+    assert check(run_on_ranks, "fsdp", keeps=("kept", "kept")) == [["kept"]] * 2
+    assert check(run_on_ranks, "ddp", keeps=("kept", "recomputed")) == [["kept"], ["recomputed"]]
+
+
+@pytest.mark.parametrize("keeps", [("partly", "kept"), ("kept", "partly"), ("partly", "partly")])
+def test_ranks_of_a_sharded_model_may_keep_the_graphs_of_other_parts(run_on_ranks, keeps):
+    assert check(run_on_ranks, "fsdp", keeps=keeps, split="halves") == [["kept"]] * 2
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_step_may_be_accumulated(run_on_ranks, how):
-    for keeps in ((True,), (False,)):
+    for keeps in (("kept",), ("partly",), ("recomputed",)):
         check(run_on_ranks, how, keeps=keeps, calls=3)
 
 
 @pytest.mark.parametrize(("how", "family"), alternating(["qwen3_5_text", "qwen3_moe", "gemma3_text"]))
 def test_kinds_of_models(run_on_ranks, how, family):
-    for keeps in ((True,), (False,)):
+    for keeps in (("kept",), ("partly",), ("recomputed",)):
         check(run_on_ranks, how, keeps=keeps, changes=(family, ()), split="halves")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_four_ranks(run_on_ranks, how):
-    for keeps in ((True,), (False,)):
+    for keeps in (("kept",), ("partly",), ("recomputed",)):
         check(run_on_ranks, how, keeps=keeps, calls=2, size=4)
 
 

@@ -92,6 +92,7 @@ def test_layers_are_compiled_on_a_gpu_by_default_and_never_under_a_users_hook(mo
     model = make_model("qwen3")
     assert not tt.TreeEngine(model).prepared.compiles and tt.TreeEngine(model, compile_layers=True).prepared.compiles
     monkeypatch.setattr("treetrain.engine.engine_model.model_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr("treetrain.engine.engine_model.free_bytes", lambda device: 1e9)
     assert tt.TreeEngine(model).prepared.compiles and not tt.TreeEngine(model, compile_layers=False).prepared.compiles
     layer = model.model.layers[0]
     handle = layer.mlp.register_forward_hook(lambda *_: None)

@@ -261,3 +261,26 @@ def test_what_a_score_gave_cannot_be_rearranged(model):
     scored.entropies = None
     scored.backward()
     assert_same([p.grad for p in model.parameters()], plain_gradients(model))
+
+
+def test_parameters_can_move_as_soon_as_a_score_is_over(model):
+    """`Module.to` refuses parameters with weak references where it swaps them, as it does for FSDP2's."""
+    gc.collect()
+    gc.disable()
+    try:
+        scored = tt.TreeEngine(model).score(ROWS)
+        loss_of(scored).backward()
+        scored.backward()
+        assert any(weakref.getweakrefs(p) for p in model.parameters())
+        del scored
+        assert not any(weakref.getweakrefs(p) for p in model.parameters())
+    finally:
+        gc.enable()
+
+
+def test_the_error_of_gradients_that_wait_is_the_one_that_was_set_last(model):
+    scored = tt.TreeEngine(model).score(ROWS)
+    scored.deferral.error = "read them later"
+    loss_of(scored).backward()
+    with pytest.raises(RuntimeError, match="read them later"):
+        next(model.parameters()).grad.norm()

@@ -29,8 +29,7 @@ from treetrain.engine.linear import LinearEngine
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
 from treetrain.softmax_attention.attention import AttentionTree
-from treetrain.softmax_attention.cached_attention import CachedAttention
-from treetrain.softmax_attention.kv_cache import Inputs
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import warnings
 import weakref
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 
 import treetrain as tt
 from support.cases import OTHERS
-from support.models import make_model
+from support.models import MAMBA, make_model
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
+from treetrain import kernel_checks
 from treetrain.linear_attention import paths
-from treetrain.linear_attention.delta_rule import TILE
+from treetrain.linear_attention.tiles import TILE
 from treetrain.models import recurrent_layers
 from treetrain.testing import linear
 from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
@@ -32,14 +34,14 @@ def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", [*DELTA, "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("family", [*DELTA, "olmo_hybrid", "lfm2", *MAMBA, "falcon_h1_plain"])
 def test_gradients_of_every_plan_of_hybrids_are_those_of_the_rows(family, shape, record_property):
     # Smooth losses: one ratio of PPO that bfloat16 moves over its bound outweighs all other errors of a few forests.
     cases, engines = [SFT, OTHERS["reinforce k3 entropy"]], [planned(shape, keep) for keep in KEEPS]
     record_property("errors", check_contract(make_model(family), cases, 20, engines=engines))
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "nemotron_h", "falcon_h1", "zamba2"])
 def test_other_builds_of_recurrent_layers_meet_the_contract(family, record_property):
     engines = [planned("1 part", "none"), planned("chunks of 7", "mixed")]
     record_property("errors", check_contract(make_model(family), [SFT], 2, engines=engines))
@@ -54,6 +56,7 @@ SHAPED = {
     "nested forks": [[*LONG[:n], (LONG[n] + 1) % 37, 3] for n in range(1, 70, 7)],
     "levels": bushy_rows(np.random.default_rng(0), rows=9, segment=9, levels=3),
 }
+DEEP = ("qwen3_5_deep", "bamba_deep")
 SMALL = bushy_rows(np.random.default_rng(0), rows=6, segment=4, levels=3)
 PLANS = [("1 part", "none"), ("chunks of 7", "none"), ("one segment per part", "all"), ("N/4", "mixed")]
 
@@ -71,6 +74,7 @@ def measure(model, rows, engines) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return truth, found
 
 
+@pytest.mark.parametrize("family", DEEP)
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
@@ -78,17 +82,17 @@ def measure(model, rows, engines) -> tuple[torch.Tensor, list[torch.Tensor]]:
         *(pytest.param(name, PLANS, marks=pytest.mark.slow) for name in SHAPED),
     ],
 )
-def test_what_recurrence_is_about_is_exact(name, plans):
+def test_what_recurrence_is_about_is_exact(family, name, plans):
     rows = with_random_facts(SHAPED[name], 7)
     engines = [planned(*plan) for plan in plans]
     with PureFloat64():
-        truth, found = measure(make_model("qwen3_5_deep", dtype=torch.float64), rows, engines)
+        truth, found = measure(make_model(family, dtype=torch.float64), rows, engines)
     for gradient in found:
         assert linear.relative_error(gradient, truth) <= 1e-12
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", DELTA)
+@pytest.mark.parametrize("family", [*DELTA, "bamba_deep"])
 def test_five_hundred_nested_forks_are_exact(family):
     trunk = np.random.default_rng(3).integers(0, 37, 500)
     rows = with_random_facts([[*trunk[:n], (trunk[n] + 1) % 37] for n in range(1, 500)], 3)
@@ -99,10 +103,11 @@ def test_five_hundred_nested_forks_are_exact(family):
         assert linear.relative_error(gradient, truth) <= 1e-12
 
 
-def test_a_budget_in_tokens_and_the_primitive_are_exact():
+@pytest.mark.parametrize("family", DEEP)
+def test_a_budget_in_tokens_and_the_primitive_are_exact(family):
     rows = with_random_facts(SMALL, 5)
     ids = [row.ids.tolist() for row in rows]
-    model = make_model("qwen3_5_deep", dtype=torch.float64)
+    model = make_model(family, dtype=torch.float64)
     with PureFloat64():
         logps, entropies = linear.score_rows(model, ids)
         truth = linear.gradients(model, sum((p * q).sum() for p, q in zip(logps, entropies)))
@@ -116,9 +121,10 @@ def test_a_budget_in_tokens_and_the_primitive_are_exact():
                 torch.testing.assert_close(other, want, rtol=1e-11, atol=1e-12)
 
 
-def test_nothing_of_a_pure_float64_run_is_rounded():
+@pytest.mark.parametrize("family", DEEP)
+def test_nothing_of_a_pure_float64_run_is_rounded(family):
     watch = RoundsToFloat32()
-    model = make_model("qwen3_5_deep", dtype=torch.float64)
+    model = make_model(family, dtype=torch.float64)
     with PureFloat64(), watch:
         for plan in PLANS[:2]:
             planned(*plan)(model).forward_backward(with_random_facts(SMALL, 5), PPO.loss)
@@ -168,6 +174,7 @@ def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
 
     monkeypatch.setattr("treetrain.engine.extensions.recurrence.StateCache", Watched)
     engine = tt.TreeEngine(make_model("qwen3_5_deep"), budget=4)
+    engine.prepared.scored_first = lambda plan: None  # no graph is kept
     scored = engine.score([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9]])
     assert scored.plan.scores_first == "recomputed" and scored.parts > 1
     gc.collect()
@@ -178,10 +185,10 @@ def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
     assert [cache() for cache in made] == [None, None]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_deep", "olmo_hybrid"])
+@pytest.mark.parametrize("family", [*DEEP, "olmo_hybrid"])
 def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch):
     kernel = StandIn()
-    monkeypatch.setattr(paths, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(paths, "scan_for", lambda of, *_: of.bound(kernel))
     monkeypatch.setattr(paths.Scans, "suits", True)
     with PureFloat64():
         truth, found = measure(
@@ -190,6 +197,60 @@ def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch)
     assert any(not call["final"] for call in kernel.calls) and any(call["final"] for call in kernel.calls)
     for gradient in found:
         assert linear.relative_error(gradient, truth) <= 1e-12
+
+
+class WrongForward(StandIn):
+    def __call__(self, *args, **options):
+        out, states = super().__call__(*args, **options)
+        return out * 1.1, states
+
+
+class WrongStates(StandIn):
+    def __call__(self, *args, **options):
+        out, states = super().__call__(*args, **options)
+        return out, None if states is None else states.nan_to_num() * 0.8
+
+
+class WrongGradient(StandIn):
+    def __call__(self, q, k, v, *args, **options):
+        return super().__call__(q, k, v.detach() + 0.8 * (v - v.detach()), *args, **options)
+
+
+class DoesNotCompile(StandIn):
+    def __call__(self, *args, **options):
+        raise RuntimeError("ptxas: unsupported architecture\nmore lines")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (StandIn, None),
+        (WrongForward, "off in outputs and states by"),
+        (WrongStates, "off in outputs and states by"),
+        (WrongGradient, "off in the gradients by"),
+        (DoesNotCompile, "raised RuntimeError: ptxas: unsupported architecture"),
+    ],
+)
+@pytest.mark.parametrize("family", DEEP)
+def test_tiles_take_the_place_of_a_kernel_that_is_wrong_here(family, kind, reason, monkeypatch):
+    """The CPU plays a GPU, on which a kernel is checked."""
+    kernel = kind()
+    monkeypatch.setattr(kernel_checks, "_FAILURES", {})
+    monkeypatch.setattr(paths, "CHECKED", {"cpu"})
+    monkeypatch.setattr(paths, "scan_for", lambda of, *_: of.bound(kernel))
+    monkeypatch.setattr(paths.Scans, "suits", True)
+    with PureFloat64(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        truth, found = measure(
+            make_model(family, dtype=torch.float64), with_random_facts(SMALL, 7), [planned(*PLANS[0])]
+        )
+    said = [str(w.message) for w in told if "passed over" in str(w.message)]
+    assert linear.relative_error(found[0], truth) <= 1e-12
+    if reason is None:
+        assert not said and len(kernel.calls) > 2, "the check is one call for each level, and steps go on with it"
+    else:
+        assert len(said) == 1 and "flash-linear-attention" in said[0] and reason in said[0], said
+        assert "more lines" not in said[0]
 
 
 def test_a_layer_is_tried_without_the_kernels_that_are_installed(monkeypatch):

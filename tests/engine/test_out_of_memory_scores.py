@@ -64,7 +64,7 @@ def primitive(model, budget: int | None, **limits) -> tuple[list[int], torch.Ten
         (None, {"graph": 5, "plain": 5}, 2),
         (None, {"alive": 9}, 1),
         (None, {"backward": 2}, 1),
-        (12, {"plain": 7}, 2),
+        (12, {"plain": 5}, 2),
         (12, {"total": 6}, 2),
         (12, {"backward_alive": 1}, 1),
         pytest.param(None, {"graph": 9}, 1, marks=pytest.mark.slow),

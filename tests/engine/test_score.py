@@ -13,10 +13,12 @@ import treetrain as tt
 from support import moe
 from support.models import make_model
 from support.passes import unique_ids
-from support.plans import planned
+from support.plans import planned, scored_first
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
-from treetrain.planning.cost import CostModel
+from treetrain.engine.meters import CountStorages
+from treetrain.planning.cost import CostModel, PartBytes
+from treetrain.planning.plan import Bytes
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import VOCAB, forests, with_random_facts
@@ -35,7 +37,7 @@ ROWS = [
 ]
 SHAPES = [("1 part", "none"), ("N/4", "mixed"), ("one segment per part", "none"), ("chunks of 2", "all")]
 every_plan = pytest.mark.parametrize(("shape", "keep"), SHAPES)
-every_way = pytest.mark.parametrize("graphs", ["kept", "recomputed"])
+every_way = pytest.mark.parametrize("graphs", ["kept", "partly", "recomputed"])
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def engine_with(model, shape, keep, graphs, **options):
     """An engine whose plans have one shape, and whose graphs are kept or not."""
 
     engine = planned(shape, keep)(model, **options)
-    engine.prepared.keeps_graphs = lambda plan: graphs == "kept"
+    engine.prepared.scored_first = scored_first(graphs)
     return engine
 
 
@@ -89,8 +91,9 @@ def test_a_loss_of_ones_own_has_the_gradients_of_rows_alone(model, shape, keep, 
         scored.backward()
         assert abs(found.item() - loss.item()) <= 1e-12 * abs(loss.item())
         assert linear.relative_error(linear.gradients(model), times * truth) <= 1e-12
-    assert scored.plan.scores_first == graphs and scored.parts == scored.plan.num_parts
+    assert scored.plan.scores_first == graphs.replace("partly", "kept") and scored.parts == scored.plan.num_parts
     assert (scored.recomputed_tokens == 0) == (graphs == "kept")
+    assert graphs == "recomputed" or scored.recomputed_tokens == scored.plan.sizes[~scored.plan.kept].sum()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -326,15 +329,21 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     rows = unique_ids(ROWS[:6])
     tokens = tt.build_tree(rows).num_tokens
 
-    def scores_first(budget):
+    def scored_within(budget):
         engine = tt.TreeEngine(model, budget=budget)
         scored = engine.score(rows)
         sum(row.sum() for row in scored.logprobs).backward()
         scored.backward()
-        return scored.plan.scores_first
+        return scored.plan
 
-    assert scores_first(tokens) == scores_first(None) == scores_first("1GiB") == "kept"
-    assert scores_first(tokens // 2) == "recomputed"
+    for budget in (tokens, None, "1GiB"):
+        assert scored_within(budget).scores_first == "kept" and scored_within(budget).kept.all()
+    half = scored_within(tokens // 2)
+    assert half.scores_first == "kept" and half.kept.any() and not half.kept.all()
+    assert half.peak_tokens <= tokens // 2
+    again = half.sizes[~half.kept].sum()
+    assert f"the others ({again:,} tokens) run forward again, last first: " in half.explain()
+    assert scored_within(1).scores_first == "recomputed"  # the caches of all parts would take too much
     # Without a budget parts may be made for speed alone: then all of them are kept.
     monkeypatch.setattr("treetrain.planning.make.PART_TOKENS", {"cpu": 8})
     engine = tt.TreeEngine(model)
@@ -343,11 +352,12 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     engine = tt.TreeEngine(model, budget="1GiB")
     kept = scored.plan
     monkeypatch.setattr(CostModel, "peak_bytes", lambda self, plan: (1 + (plan.scores_first == "kept")) * 1e8)
-    assert engine.prepared.keeps_graphs(kept)
-    assert not tt.TreeEngine(model, budget="150MB").prepared.keeps_graphs(kept)
+    assert engine.prepared.scored_first(kept).kept.all()
+    monkeypatch.setattr(CostModel, "graphs_within", lambda self, plan, limit: PartBytes(np.ones(1), np.full(1, -1.0)))
+    assert tt.TreeEngine(model, budget="150MB").prepared.scored_first(kept) is None
     monkeypatch.setattr(EngineModel, "free_bytes", lambda self: 150e6)
-    assert not tt.TreeEngine(model).prepared.keeps_graphs(kept)
-    assert "again with graph when the loss is known" in tt.TreeEngine(model, budget=9).score(rows).plan.explain()
+    assert tt.TreeEngine(model).prepared.scored_first(kept) is None
+    assert "again with graph when the loss is known" in tt.TreeEngine(model, budget=1).score(rows).plan.explain()
     assert "graphs are kept until the loss is known" in scored.plan.explain()
 
 
@@ -424,17 +434,17 @@ def test_a_loss_that_compares_rows_runs_nothing_twice_where_all_graphs_fit(model
         for ids, (pair, chosen) in zip(ROWS, pairs)
     ]
     loss = tt.losses.dpo()
-    engines = {graphs: planned("chunks of 2", "none")(model) for graphs in ("whole", "kept", "recomputed")}
+    engines = {graphs: planned("chunks of 2", "none")(model) for graphs in ("whole", "kept", "partly", "recomputed")}
     engines["whole"] = tt.TreeEngine(model)
     found = {}
     for graphs, engine in engines.items():
-        monkeypatch.setattr(engine.prepared, "keeps_graphs", lambda plan, graphs=graphs: graphs != "recomputed")
+        monkeypatch.setattr(engine.prepared, "scored_first", scored_first(graphs.replace("whole", "kept")))
         model.zero_grad()
         result = engine.forward_backward(rows, loss)
         found[graphs] = linear.gradients(model)
-        assert (result.recomputed_tokens > 0) == (graphs == "recomputed")
-    assert linear.relative_error(found["kept"], found["whole"]) <= 1e-12
-    assert linear.relative_error(found["recomputed"], found["whole"]) <= 1e-12
+        assert (result.recomputed_tokens > 0) == (graphs in ("partly", "recomputed"))
+    for graphs in ("kept", "partly", "recomputed"):
+        assert linear.relative_error(found[graphs], found["whole"]) <= 1e-12
 
 
 def test_hooks_of_parameters_see_one_gradient(model):
@@ -477,3 +487,26 @@ def test_a_batch_without_predictions_is_no_error(model):
 
 def test_the_vocabulary_of_the_tests_is_that_of_the_model(model):
     assert max(max(row, default=0) for row in ROWS) < VOCAB <= model.config.vocab_size
+
+
+def test_a_budget_in_bytes_is_held_while_more_graphs_are_kept_as_it_grows():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    model = make_model("qwen3", dtype=torch.float64, **shape)
+    stem = torch.randint(VOCAB, (400,)).tolist()
+    rows = [[*stem[: 100 * (k % 4)], *torch.randint(VOCAB, (250,)).tolist()] for k in range(12)]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    engine = tt.TreeEngine(model)
+    whole = engine.cost.peak_bytes(engine.plan(rows).scored_first())
+    again = []
+    for share in (0.4, 0.6, 0.8, 1.01):
+        budget = Bytes(int(share * whole))
+        with CountStorages() as meter:
+            scored = tt.TreeEngine(model, budget=budget).score(rows)
+            sum(row.square().sum() for row in scored.logprobs).backward()
+            scored.backward()
+        assert meter.peak <= budget.count, (share, meter.peak, budget)
+        assert scored.plan.scores_first == "kept"
+        again.append(scored.recomputed_tokens)
+    assert again == sorted(again, reverse=True) and again[0] > again[1] > again[-1] == 0

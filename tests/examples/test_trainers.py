@@ -110,6 +110,13 @@ def test_a_plain_trainer_shares_the_calls_of_a_game_over_its_micro_batches():
 
 
 @pytest.mark.slow
+def test_a_plain_trainer_with_a_loss_of_its_own_learns_the_same():
+    shared, alone = (hf_trainer.main(steps=2, focus=2.0, share=share) for share in (True, False))
+    assert logged(shared, "loss") == pytest.approx(logged(alone, "loss"), rel=1e-5)
+    assert min(logged(shared, "tree/overlap")) > 0.7
+
+
+@pytest.mark.slow
 def test_grpo_in_trl_raises_the_reward():
     rewards = logged(trl_grpo.main(rounds=10), "reward")
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05

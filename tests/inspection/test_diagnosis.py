@@ -17,7 +17,7 @@ from treetrain.tree.stats import linear_work, tree_stats, tree_work
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 PAD, BOS, TURN, END, OPEN, CLOSE, SPACE, JOINED, NAME, QUOTE = range(10)
-DATES, IDS = 6000, 7000
+LETTERS, DATES, IDS = 5900, 6000, 7000
 TEXT = {
     PAD: "<pad>", BOS: "<bos>", TURN: "<turn>", END: "<end>", OPEN: "<think>", CLOSE: "</think>", SPACE: " \n",
     NAME: '{"parameters": 0, "name": "', QUOTE: '"}\n',
@@ -25,7 +25,10 @@ TEXT = {
 
 
 class Words:
-    """A tokenizer whose token n reads " wn", but for those of `TEXT`; JOINED reads as tokens 100 and 101 together."""
+    """A tokenizer whose token n reads " wn", but for those of `TEXT`.
+
+    JOINED reads as tokens 100 and 101 together, and so do those from LETTERS on, a letter each.
+    """
 
     pad_token_id = PAD
 
@@ -33,6 +36,8 @@ class Words:
         return "".join(self.word(i) for i in np.asarray(ids).tolist())
 
     def word(self, i):
+        if LETTERS <= i < DATES:
+            return " w100 w101"[i - LETTERS]
         if i >= DATES:
             return f" 2024-05-{i - DATES:02}" if i < IDS else f" 7f3a9c{i - IDS:04x}"
         return " w100 w101" if i == JOINED else TEXT.get(i, f" w{i}")
@@ -249,6 +254,20 @@ def test_two_planted_causes_are_both_found_each_with_its_share(pair):
     assert sum(lost.tokens for lost in found.causes) == found.unique - found.repaired_unique
     speedups = [found.flop_speedup, *(lost.flop_speedup for lost in found.causes)]
     assert all(before < 1.01 * after for before, after in pairwise(speedups))
+
+
+def test_text_that_is_tokenised_again_just_before_a_change_has_its_own_share():
+    letters = range(LETTERS, LETTERS + 10)
+
+    def changed(answer):
+        return [answer[2], 5001, *answer[4:]]
+
+    both = conversations(history=lambda think, answer: (think, [*letters, *changed(answer)]))
+    one = conversations(history=lambda think, answer: (think, [*answer[:2], *changed(answer)]))
+    first, second = diagnose(both, COUNTS, Words()).causes
+    assert (first.cause, second.cause) == ("retokenised", "rewritten")
+    assert first.tokens == build_tree(both).num_tokens - build_tree(one).num_tokens > 0
+    assert second.tokens == build_tree(one).num_tokens - build_tree(CLEAN).num_tokens
 
 
 def test_sampled_answers_that_differ_are_no_loss_however_much_they_agree_later():

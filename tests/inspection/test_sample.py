@@ -46,6 +46,19 @@ def test_a_sample_has_whole_groups_in_order_and_rows_are_left_out_before_they_ar
     assert len(made) < 0.7 * len(rows) if asked else len(made) == len(rows)
 
 
+def test_progress_never_goes_back_where_a_record_has_several_rows() -> None:
+    told: list[int] = []
+    sampler = Sampler(progress=told.append)
+
+    def read():
+        for row in some_rows(3):
+            sampler.wants(None, None)
+            yield from (row, row)
+
+    sampler(read())
+    assert told == sorted(told) and told[-1] == 2 * len(some_rows(3))
+
+
 @pytest.mark.parametrize("system", [0, 100])
 def test_rows_without_names_are_drawn_by_their_prompts(system) -> None:
     rows = some_rows(600, system, named=False)

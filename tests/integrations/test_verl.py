@@ -1,9 +1,14 @@
 """verl's own engine and losses on its own batches, against the same with `VERL_ENGINE_VENDOR=treetrain`, on CPUs."""
 
 import functools
+import importlib
+import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +20,8 @@ pytest.importorskip("verl", reason="verl is not installed; it needs an environme
 PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 11], [12], [5, 6, 7, 8, 9, 10]]
 RESPONSES = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 13, 14, 15], [16, 17], [18, 19, 20], [1, 2]]
 """Duplicates, a row that is a prefix of others, forks in prompts, in responses and at the first token."""
+LAYERS, CHOSEN = 3, 2
+"""Layers of the model with experts, the second of which has none; experts that each token chooses, out of six."""
 LOSSES = {
     "ppo": {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2, "calculate_entropy": True},
     "gspo": {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": "gspo"},
@@ -26,9 +33,12 @@ def configurations(folder: str, **options: Any) -> tuple[Any, Any, Any, Any]:
     """verl's own configurations of a model, its engine, optimizer and checkpoints."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
 
     dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), options.pop("dtype", "fp32"))
     attention = {"attn_implementation": "sdpa"}  # verl asks for flash_attention_2 otherwise
+    if options.pop("replay", False):
+        options["router_replay"] = EngineRouterReplayConfig(mode="R3")
     model = HFModelConfig(path=folder, load_tokenizer=False, override_config=attention, **options.pop("model", {}))
     config = FSDPEngineConfig(**{"strategy": "fsdp2", "mixed_precision": dtypes, "use_torch_compile": False} | options)
     # The constant schedule divides by the warm-up steps it is given.
@@ -53,7 +63,51 @@ def make_engine(vendor: str, folder: str, **options: Any) -> Any:
     return engine
 
 
-def make_batch(rank: int, loss: str, **settings: Any) -> Any:
+def recorded_experts() -> torch.Tensor:
+    """Experts as a rollout of verl records them, int16 [K, width, layers, k] for left-padded rows.
+
+    Rows agree where they share a prefix, but for the last one. As in verl, entries that were not recorded are 0: those
+    of the last token of a row, and of the dense layer.
+    """
+    width, length = max(map(len, PROMPTS)), max(map(len, RESPONSES))
+    experts = torch.zeros(len(PROMPTS), width + length, LAYERS, CHOSEN, dtype=torch.int16)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
+        ids = [*prompt, *response]
+        for at in range(len(ids) - 1):
+            draw = torch.Generator().manual_seed(hash((*ids[: at + 1], row == len(PROMPTS) - 1)) % 2**31)
+            for layer in (0, 2):
+                chosen = torch.randperm(6, generator=draw)[:CHOSEN]
+                experts[row, width - len(prompt) + at, layer] = chosen.to(torch.int16)
+    return experts
+
+
+def replay_in_verls_engine(engine: Any) -> None:
+    """Make the routers of verl's own engine, which has no replay, use what was recorded, token by token."""
+    prepare, recorded = engine.prepare_model_inputs, []
+
+    def prepared(micro_batch: Any) -> Any:
+        recorded[:] = [micro_batch["routed_experts"].values().long()]
+        return prepare(micro_batch)
+
+    def replayed(gate: Any, layer: int) -> Any:
+        forward = gate.forward
+
+        def route(hidden: torch.Tensor) -> Any:
+            logits, _, own = forward(hidden)
+            target = recorded[0][:, layer]
+            chosen = torch.where((target[:, :1] == target[:, 1:]), own, target)
+            weights = logits.softmax(-1).gather(-1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        return route
+
+    engine.prepare_model_inputs = prepared
+    for number, layer in enumerate(engine.module.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.forward = replayed(layer.mlp.gate, number)
+
+
+def make_batch(rank: int, loss: str, *, experts: bool = False, **settings: Any) -> Any:
     """A batch as verl's workers hand it to their engine: padded rows, made jagged by verl."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
@@ -87,6 +141,8 @@ def make_batch(rank: int, loss: str, **settings: Any) -> Any:
         },
         batch_size=len(prompts),
     )
+    if experts:
+        batch["routed_experts"] = recorded_experts()[rows]
     batch = left_right_2_no_padding(batch)
     if loss == "sft":
         whole = torch.nested.as_nested_tensor(
@@ -147,10 +203,20 @@ def started(rank: int, world: int, port: int) -> None:
 def compare(
     rank: int, world: int, port: int, folder: str, loss: str, settings: dict, options: dict, queue: Any
 ) -> None:
-    """Run both engines on a rank and put the differences into a queue."""
+    """Run both engines on a rank and put the differences into a queue.
+
+    Where the tree's engine divides tokens over a group, the ranks of the group have the same rows in verl's engine,
+    which needs a GPU to divide them: the mean over ranks is the same.
+    """
     started(rank, world, port)
-    plain, tree = (make_engine(vendor, folder, **options) for vendor in ("", "treetrain"))
+    shared = options.pop("shared", 1)
+    plain = make_engine("", folder, **options)
+    tree = make_engine("treetrain", folder, **options, ulysses_sequence_parallel_size=shared)
     assert type(tree).__name__ == "TreeFSDPEngine"
+    if settings.get("experts"):
+        replay_in_verls_engine(plain)
+    rank //= shared
+    assert tree._tree_engine(make_batch(rank, loss, **settings)).sharing.divides_parts == shared
     found: dict[str, float] = {}
     own = {"max_token_len_per_gpu": 4096, "use_dynamic_bsz": True}
     scores = []
@@ -175,6 +241,7 @@ def compare(
                 results.append(engine.train_batch(batch, loss_function=make_loss(loss)))
         one, two = results[-1], results[-2]
         found[f"loss {step}"] = difference(torch.tensor(one["loss"]), torch.tensor(two["loss"]))
+        assert one["metrics"].pop("tree/overlap")[0] > 0.3
         others = numbers(two["metrics"])
         for name, value in numbers(one["metrics"]).items():
             found[f"{name} {step}"] = difference(value, others[name])
@@ -213,6 +280,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small model with experts in two of its three layers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        mlp_only_layers=[1],
+        num_experts=6,
+        num_experts_per_tok=CHOSEN,
+        norm_topk_prob=True,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    path = str(tmp_path_factory.mktemp("verl") / "moe")
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    return path
+
+
 def on_ranks(function: Any, world: int, *args: Any) -> list[dict[str, Any]]:
     """Run a function on every rank and return what each puts into a queue."""
     with socket.socket() as probe:
@@ -221,6 +314,12 @@ def on_ranks(function: Any, world: int, *args: Any) -> list[dict[str, Any]]:
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(function, (world, port, *args, queue), nprocs=world)
     return [queue.get() for _ in range(world)]
+
+
+def largest(of_ranks: list[dict[str, float]]) -> dict[str, float]:
+    """The largest difference of each kind. In a context group, the first rank alone reports the gradients' norm."""
+    names = {name for told in of_ranks for name in told}
+    return {name: max(told.get(name, 0.0) for told in of_ranks) for name in sorted(names)}
 
 
 @pytest.fixture(autouse=True)
@@ -238,15 +337,42 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, "gspo", {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}, {}),
         (2, "sft", {"calculate_sum_pi_squared": True}, {}),
         (1, "ppo", {}, {"model": {"lora_rank": 4, "lora_alpha": 8}}),
+        (4, "ppo", {"max_token_len_per_gpu": 5, "temperature": 0.7}, {"shared": 2}),
+        (2, "ppo", {}, {"offload_policy": True}),
+        (2, "sft", {}, {"param_offload": True, "optimizer_offload": True}),
     ],
-    ids=["ppo", "ppo-2-ranks-recomputed", "gspo-2-ranks", "sft-2-ranks", "ppo-lora"],
+    ids=[
+        "ppo",
+        "ppo-2-ranks-recomputed",
+        "gspo-2-ranks",
+        "sft-2-ranks",
+        "ppo-lora",
+        "ppo-ulysses-of-2",
+        "ppo-offload-policy",
+        "sft-offload",
+    ],
 )
 def test_log_probabilities_losses_metrics_weights_and_gradients_are_verls(
     folder: str, world: int, loss: str, settings: dict, options: dict
 ) -> None:
     of_ranks = on_ranks(compare, world, folder, loss, settings, options)
-    found = {name: max(told[name] for told in of_ranks) for name in of_ranks[0]}
+    found = largest(of_ranks)
     assert {"log_probs", "gradients", "loss 2"} <= set(found)
+    wrong = {name: value for name, value in found.items() if not value <= 2e-5}
+    assert not wrong, found
+
+
+@pytest.mark.parametrize(
+    ("world", "loss", "settings", "shared"),
+    [(1, "sft", {}, 1), (2, "ppo", {"max_token_len_per_gpu": 8}, 2)],
+    ids=["sft", "ppo-ulysses-of-2-recomputed"],
+)
+def test_recorded_experts_replace_the_choices_of_routers(
+    moe_folder: str, world: int, loss: str, settings: dict, shared: int
+) -> None:
+    options = {"replay": True, "shared": shared}
+    of_ranks = on_ranks(compare, world, moe_folder, loss, settings | {"experts": True}, options)
+    found = largest(of_ranks)
     wrong = {name: value for name, value in found.items() if not value <= 2e-5}
     assert not wrong, found
 
@@ -328,35 +454,170 @@ def test_verls_ray_workers_give_the_numbers_of_verls_engine_in_one_process(
         ray.shutdown()
 
 
+def test_rows_of_a_prompt_meet_in_one_process_of_verls_v1_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = pytest.importorskip("transfer_queue", reason="verl's v1 trainer imports it")
+    for module in os.environ["VERL_USE_EXTERNAL_MODULES"].split(","):
+        importlib.import_module(module)
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    def balanced(vendor: str) -> tuple[list[str], dict[str, float]]:
+        monkeypatch.setenv("VERL_ENGINE_VENDOR", vendor)
+        keys = [f"prompt{n % 4}_{n // 8}_{n // 4 % 2}" for n in range(32)]
+        tags = [{"seq_len": 8 + 13 * n % 7, "is_padding": False} for n in range(32)]
+        trainer = SimpleNamespace(
+            actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}),
+            tokenizer=SimpleNamespace(eos_token_id=1),
+            _get_required_batch_multiple=lambda dp_size: 8,
+        )
+        metrics: dict[str, float] = {}
+        batch = queue.KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+        batch = PPOTrainer._balance_batch(trainer, batch, metrics)
+        lengths = {key: tag["seq_len"] for key, tag in zip(keys, tags)}
+        assert [lengths[key] for key in batch.keys] == [tag["seq_len"] for tag in batch.tags]
+        sums = [sum(tag["seq_len"] for tag in part) for part in (batch.tags[:16], batch.tags[16:])]
+        assert vendor != "treetrain" or metrics["global_seqlen/balanced_max"] == max(sums)
+        return [{key.split("_")[0] for key in part} for part in (batch.keys[:16], batch.keys[16:])], metrics
+
+    assert balanced("treetrain")[0] == [{"prompt0", "prompt1"}, {"prompt2", "prompt3"}]
+    assert all(len(prompts) > 2 for prompts in balanced("")[0])
+
+
+STEPS = 8
+
+
+@pytest.mark.slow
+def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: Path) -> None:
+    """`python -m verl.trainer.main_ppo` with two training workers; only the rollout and the devices are replaced."""
+    pytest.importorskip("transfer_queue", reason="verl's v1 trainer imports it")
+    import pandas
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)).save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(40)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0", chat_template=template)
+    tokenizer.save_pretrained(tmp_path / "model")
+    contents = [f"{first} t5 t6 t7" for first in ("t8", "t9", "t10", "t11")]
+    rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "none"} for text in contents]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "prompts.parquet")
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": tmp_path / "prompts.parquet",
+        "data.val_files": tmp_path / "prompts.parquet",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 8,
+        "data.max_response_length": 8,
+        "data.dataloader_num_workers": 0,
+        "actor_rollout_ref.model.path": tmp_path / "model",
+        "++actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.fsdp_config.param_offload": True,
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
+        "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "fp32",
+        "++actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype": "fp32",
+        "++actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
+        "actor_rollout_ref.rollout.name": "cpu",
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "two_calls",
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "reward.num_workers": 1,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 2,
+        "trainer.logger": "[file]",
+        "trainer.total_epochs": STEPS,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.resume_mode": "disable",
+        "ray_kwargs.ray_init.num_cpus": 32,
+        "++ray_kwargs.ray_init.num_gpus": 2,  # Ray only counts them
+        "++ray_kwargs.ray_init.include_dashboard": False,
+        "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR": "treetrain",
+        "hydra.run.dir": tmp_path,
+    }
+    variables = {
+        "VERL_USE_EXTERNAL_MODULES": "support.verl_cpu,support.verl_rollout,treetrain.integrations.verl",
+        "VERL_FILE_LOGGER_PATH": str(tmp_path / "log.jsonl"),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_worker_niceness": "0",  # else workers starve where the machine has other work
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{name}={value}" for name, value in settings.items())]
+    done = subprocess.run(
+        command, env=os.environ | variables, cwd=tmp_path, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    steps = [json.loads(line)["data"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(steps) == STEPS
+    rewards = [step["critic/score/mean"] for step in steps]
+    assert rewards[-1] > rewards[0] + 0.2, rewards
+    # The rollout's own model gives the same log-probabilities as the tree, so its weights are the trained ones.
+    assert max(step["training/rollout_probs_diff_max"] for step in steps) < 1e-4
+    # The eight trajectories of a prompt, two of each agent, meet in one process: that is why they share.
+    assert min(step["actor/tree/overlap"] for step in steps) > 0.4
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"strategy": "fsdp"}, "strategy=fsdp .*fsdp2"),
-        ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
+        ({"router_replay": SimpleNamespace(mode="R2")}, "router_replay.mode=R2.*enable_rollout_routing_replay"),
         ({"dtype": "fp16"}, "param_dtype=fp16.*bf16"),
         ({"model": {"use_fused_kernels": True}}, "use_fused_kernels"),
     ],
 )
 def test_settings_that_cannot_be_exact_are_refused_before_the_model_is_loaded(options: dict, named: str) -> None:
-    from types import SimpleNamespace
-
     from treetrain.integrations.verl import check_settings
 
     model = SimpleNamespace(use_fused_kernels=False, mtp=None)
     vars(model).update(options.get("model", {}))
     mixed = {"param_dtype": options.get("dtype", "bf16")}
-    engine = SimpleNamespace(strategy="fsdp2", ulysses_sequence_parallel_size=1, qat=None, mixed_precision=mixed)
+    engine = SimpleNamespace(
+        strategy="fsdp2", router_replay=SimpleNamespace(mode="disabled"), qat=None, mixed_precision=mixed
+    )
     vars(engine).update({name: value for name, value in options.items() if name not in ("model", "dtype")})
     with pytest.raises(ValueError, match=named):
         check_settings(model, engine)
 
 
-@pytest.mark.parametrize("name", ["distillation_use_topk", "routed_experts", "temperature"])
+@pytest.mark.parametrize("name", ["distillation_use_topk", "multi_modal_inputs", "temperature"])
 def test_batches_that_no_tree_supports_are_refused_by_name(name: str) -> None:
+    from tensordict import NonTensorStack
+
     from treetrain.errors import UnsupportedModel
     from treetrain.integrations.verl import TreeFSDPEngine
 
     batch = make_batch(0, "ppo")
-    batch[name] = torch.arange(1.0, 1 + len(PROMPTS)) if name == "temperature" else torch.ones(len(PROMPTS), 1)
+    if name == "multi_modal_inputs":
+        batch[name] = NonTensorStack(*({"pixel_values": torch.ones(1)} for _ in PROMPTS))
+    else:
+        batch[name] = torch.arange(1.0, 1 + len(PROMPTS)) if name == "temperature" else torch.ones(len(PROMPTS), 1)
     with pytest.raises(UnsupportedModel, match=name):
         TreeFSDPEngine._tree_engine(object.__new__(TreeFSDPEngine), batch)
+
+
+def test_replay_without_recorded_experts_is_refused() -> None:
+    from treetrain.errors import DataError
+    from treetrain.integrations.verl import rows_of
+
+    with pytest.raises(DataError, match="enable_rollout_routing_replay"):
+        rows_of(make_batch(0, "ppo"), replays=True)
+    batch = make_batch(0, "ppo", experts=True)
+    batch["routed_experts"] = torch.nested.nested_tensor_from_jagged(
+        batch["routed_experts"].values()[..., :1].contiguous(), batch["input_ids"].offsets()
+    )
+    with pytest.raises(DataError, match="one expert per token"):
+        rows_of(batch, replays=True)

@@ -1,9 +1,15 @@
-"""Forests and random inputs that the forms of the gated delta rule are tested on."""
+"""The rules, and the forests and random inputs that their forms are tested on."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from treetrain.linear_attention.delta_rule import TILE
+from treetrain.linear_attention.paths import GATED_DELTA, STATE_SPACE
+from treetrain.linear_attention.reference import reference_gated_delta, reference_state_space
+from treetrain.linear_attention.scans import Kernel
+from treetrain.linear_attention.tiles import TILE
 from treetrain.testing.forests import bushy_rows
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
@@ -15,15 +21,30 @@ def layout_of(rows) -> PackedLayout:
     return pack(build_tree(rows), trim=False)
 
 
+class Rule(NamedTuple):
+    """A rule by tiles and by a kernel, and by its specification."""
+
+    tiled: Callable[..., Any]
+    kernel: Kernel
+    reference: Callable[..., Any]
+
+
+RULES = {
+    "gated delta": Rule(*GATED_DELTA, reference_gated_delta),
+    "state space": Rule(*STATE_SPACE, reference_state_space),
+}
+
+
 def inputs(
-    tokens: int, seed: int = 0, dtype=torch.float64, *, key: int = KEY, value: int = VALUE
+    rule: str, tokens: int, seed: int = 0, dtype=torch.float64, *, key: int = KEY, value: int = VALUE
 ) -> list[torch.Tensor]:
-    """Query, key, value, decay, beta and the state before the roots."""
+    """Query, key, value, decay, beta (of the gated delta rule) and the state before the roots."""
     make = torch.Generator().manual_seed(seed)
     shapes = [(tokens, KEY_HEADS, key)] * 2 + [(tokens, VALUE_HEADS, value)] + [(tokens, VALUE_HEADS)] * 2
     q, k, v, g, b = (torch.randn(shape, generator=make, dtype=dtype) for shape in shapes)
     state = torch.randn(VALUE_HEADS, key, value, generator=make, dtype=dtype)
-    return [x.requires_grad_() for x in (q, k, v, -torch.nn.functional.softplus(g - 1), b.sigmoid(), state)]
+    strength = [b.sigmoid()] if rule == "gated delta" else []
+    return [x.requires_grad_() for x in (q, k, v, -torch.nn.functional.softplus(g - 1), *strength, state)]
 
 
 SHAPES = {

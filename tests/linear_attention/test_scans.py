@@ -1,7 +1,7 @@
-"""The rule by a kernel that scans sequences, level by level, against the specification token by token.
+"""Rules by kernels that scan sequences, level by level, against the specification token by token.
 
-The kernel of flash-linear-attention runs on CUDA. What surrounds it is proved with a stand-in of the same signature;
-the kernel itself where it and a device are there.
+The kernels of flash-linear-attention run on CUDA. What surrounds them is proved with a stand-in of the same signatures;
+the kernels themselves where they and a device are there.
 """
 
 import numpy as np
@@ -9,28 +9,27 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rules import SHAPES, inputs, layout_of
+from rules import RULES, SHAPES, inputs, layout_of
 
 from support.stand_in import StandIn
 from treetrain.linear_attention import scans as scans_module
-from treetrain.linear_attention.reference import reference_gated_delta
-from treetrain.linear_attention.scans import Scans, kernel_for, scanned_gated_delta
+from treetrain.linear_attention import self_check
+from treetrain.linear_attention.scans import GATED_DELTA_KERNEL, Scans, scan_for, scanned
 from treetrain.testing.forests import forests, runs
 from treetrain.testing.linear import relative_error, rms
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def check(layout, *, with_state: bool, seed: int = 0, exports: int = 3, kernel=None) -> StandIn:
+def check(layout, *, name: str = "gated delta", with_state: bool, seed: int = 0, exports: int = 3) -> StandIn:
     """Outputs, exported states and all gradients."""
-    kernel = kernel or StandIn()
+    rule, kernel = RULES[name], StandIn()
     rng = np.random.default_rng(seed)
     exported = np.sort(rng.choice(layout.num_tokens, min(exports, layout.num_tokens), replace=False))
-    leaves = inputs(layout.num_tokens, seed, torch.float64)
-    state = leaves[5] if with_state else torch.zeros_like(leaves[5])
-    expected, states = reference_gated_delta(*leaves[:5], layout.parent, state)
+    *given, before = leaves = inputs(name, layout.num_tokens, seed, torch.float64)
+    expected, states = rule.reference(*given, layout.parent, before if with_state else torch.zeros_like(before))
     scans = Scans(layout, exported, CPU)
-    got, handed_on = scanned_gated_delta(*leaves[:5], scans, leaves[5] if with_state else None, kernel)
+    got, handed_on = scanned(given, scans, before if with_state else None, rule.kernel.bound(kernel))
     pairs = [(got, expected)]
     if exports:
         pairs.append((handed_on, states[exported]))
@@ -42,7 +41,7 @@ def check(layout, *, with_state: bool, seed: int = 0, exports: int = 3, kernel=N
     both = [
         torch.autograd.grad(
             sum((pair[side] * f).sum() for pair, f in zip(pairs, factors)),
-            leaves if with_state else leaves[:5],
+            leaves if with_state else given,
             retain_graph=True,
         )
         for side in (0, 1)
@@ -52,11 +51,12 @@ def check(layout, *, with_state: bool, seed: int = 0, exports: int = 3, kernel=N
     return kernel
 
 
+@pytest.mark.parametrize("name", RULES)
 @runs(40)
 @given(forests(), st.booleans(), st.integers(0, 9), st.sampled_from([0, 1, 4]))
-def test_level_by_level_is_the_token_by_token_rule_with_all_gradients(rows, with_state, seed, exports):
+def test_level_by_level_is_the_token_by_token_rule_with_all_gradients(name, rows, with_state, seed, exports):
     if any(rows):
-        check(layout_of(rows), with_state=with_state, seed=seed, exports=exports)
+        check(layout_of(rows), name=name, with_state=with_state, seed=seed, exports=exports)
 
 
 @pytest.mark.parametrize("name", ["forks at the first token", "nested forks", "levels of segments"])
@@ -135,8 +135,8 @@ def scans_of(rows):
     ],
 )
 def test_tiles_run_where_the_kernels_cannot_or_are_not_exact(monkeypatch, device, dtype, sizes, runs_there):
-    monkeypatch.setattr(scans_module, "_installed", StandIn)
-    assert (kernel_for(device, dtype, *sizes) is not None) == runs_there
+    monkeypatch.setattr(scans_module, "_installed", lambda *_: StandIn())
+    assert (scan_for(GATED_DELTA_KERNEL, device, dtype, *sizes) is not None) == runs_there
 
 
 def test_kernels_run_on_long_runs_and_tiles_on_trees_that_fork_often():
@@ -158,18 +158,32 @@ def test_an_installed_kernel_that_cannot_be_used_is_warned_of(monkeypatch, versi
     scans_module._installed.cache_clear()
     try:
         with pytest.warns(UserWarning, match=says):
-            assert kernel_for(CUDA, torch.bfloat16, 128, 128) is None
+            assert scan_for(GATED_DELTA_KERNEL, CUDA, torch.bfloat16, 128, 128) is None
     finally:
         scans_module._installed.cache_clear()
+
+
+# The check before the first use of the kernel.
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_a_right_kernel_is_far_below_the_limit_of_its_check(name, dtype, most):
+    rule, dtypes = RULES[name], (dtype, torch.float64, *([dtype] if name == "gated delta" else []))
+    found = self_check._errors(rule.reference, rule.kernel.bound(StandIn()), (2, 4), (16, 8), dtypes, CPU)
+    assert max(found.values()) <= most, found
 
 
 # The kernel itself.
 
 
-def errors_of(kernel, device: torch.device, dtype: torch.dtype, rows: list, seed: int) -> tuple[float, float]:
+def errors_of(
+    name: str, kernel, device: torch.device, dtype: torch.dtype, rows: list, seed: int
+) -> tuple[float, float]:
     """Errors of outputs and all gradients on the tree and row by row, in a narrow dtype, against the specification."""
     layout = layout_of(rows)
-    leaves = [x.detach() for x in inputs(layout.num_tokens, seed, key=64, value=64)]
+    rule = RULES[name]
+    leaves = [x.detach() for x in inputs(name, layout.num_tokens, seed, key=64, value=64)]
     leaves = [x.to(dtype) if number < 3 else x.float() for number, x in enumerate(leaves)]
     paths = [np.array(path) for token, path in enumerate(paths_of(layout)) if layout.ends[token] == token + 1]
     factors = [torch.randn(len(path), *leaves[2].shape[1:]) for path in paths]
@@ -183,7 +197,7 @@ def errors_of(kernel, device: torch.device, dtype: torch.dtype, rows: list, seed
 
     def by_tree(own):
         scans = Scans(layout, np.zeros(0, np.int64), device)
-        out, _ = scanned_gated_delta(*own[:5], scans, own[5], kernel)
+        out, _ = scanned(own[:-1], scans, own[-1], kernel)
         return [out[torch.from_numpy(path).to(device)] for path in paths]
 
     def by_rows(own):
@@ -191,12 +205,11 @@ def errors_of(kernel, device: torch.device, dtype: torch.dtype, rows: list, seed
         for path in paths:
             chain = Scans(layout_of([range(len(path))]), np.zeros(0, np.int64), device)
             at = torch.from_numpy(path).to(device)
-            pieces = [x[at] for x in own[:5]]
-            outs.append(scanned_gated_delta(*pieces, chain, own[5], kernel)[0])
+            outs.append(scanned([x[at] for x in own[:-1]], chain, own[-1], kernel)[0])
         return outs
 
     def specified(own):
-        out, _ = reference_gated_delta(*own[:5], layout.parent, own[5])
+        out, _ = rule.reference(*own[:-1], layout.parent, own[-1])
         return [out[torch.from_numpy(path)] for path in paths]
 
     truth = measured(CPU, specified, wide=True)
@@ -210,10 +223,10 @@ FORESTS = (
 )
 
 
-def compare(kernel, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def compare(name: str, kernel, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Pooled errors over forests, on trees and by rows."""
     torch.manual_seed(0)
-    errors = [errors_of(kernel, device, dtype, rows, seed) for seed, rows in enumerate(FORESTS)]
+    errors = [errors_of(name, kernel, device, dtype, rows, seed) for seed, rows in enumerate(FORESTS)]
     pooled = [rms(side) for side in zip(*errors)]
     assert pooled[0] <= 1.5 * pooled[1] and pooled[1] < 0.02, errors
     return pooled[0], pooled[1]
@@ -223,14 +236,16 @@ NARROW = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are for CUDA")
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_by_the_real_kernels_a_tree_is_as_exact_as_rows(dtype):
-    kernel = kernel_for(CUDA, dtype, 64, 64)
+def test_by_the_real_kernels_a_tree_is_as_exact_as_rows(name, dtype):
+    kernel = scan_for(RULES[name].kernel, CUDA, dtype, 64, 64)
     if kernel is None:
         pytest.skip("flash-linear-attention is not installed")
-    compare(kernel, CUDA, dtype)
+    compare(name, kernel, CUDA, dtype)
 
 
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_by_a_stand_in_a_tree_is_as_exact_as_rows_in_narrow_dtypes(dtype):
-    compare(StandIn(), CPU, dtype)
+def test_by_a_stand_in_a_tree_is_as_exact_as_rows_in_narrow_dtypes(name, dtype):
+    compare(name, RULES[name].kernel.bound(StandIn()), CPU, dtype)

@@ -446,6 +446,12 @@ over the forests. Its bound is 1.5.
 - `(1)` marks a wider bound. Either the library's casts could not be lifted (1e-5 in float64), or the float32 rows are
   more than 3e-6 off the float64 gradient (three times their error, which is shown beside the tree's).
 
+**Configurations.** Layers that share the keys and values of earlier layers are exact too (Gemma 4 with
+`num_kv_shared_layers` above 0: `tests/models/test_attention_kinds.py`); the table's models have none.
+
+**Models for images and text** are exact on rows of text: Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3 and Llama 4
+(their `...ForConditionalGeneration` classes: `tests/trainers/test_text_rows.py`). A batch with images is refused.
+
 **Other models.** The decision depends on what a layer is and asks for, not on the model's name. So another model of the
 same layers is exact as well. `treetrain models --model NAME_OR_FOLDER` answers for one model from its configuration,
 without weights. `treetrain verify` checks it on your rows.

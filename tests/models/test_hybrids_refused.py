@@ -24,21 +24,6 @@ def refused(model: nn.Module, says: str) -> None:
     assert started == []
 
 
-MIXERS = {
-    "granitemoehybrid": r"model\.layers\.0\.mamba \(GraniteMoeHybridMambaLayer\)",
-    "bamba": r"model\.layers\.0\.mamba \(BambaMixer\)",
-    "nemotron_h": r"model\.layers\.0\.mixer \(NemotronHMamba2Mixer\)",
-    "falcon_h1": r"model\.layers\.0\.mamba \(FalconH1Mixer\)",
-}
-
-
-@pytest.mark.parametrize("family", MAMBA)
-def test_mamba_2_hybrids_are_refused_naming_the_layer_and_what_is_missing(family):
-    refused(
-        make_model(family), MIXERS[family] + " mixes tokens by a recurrence or convolution whose state is not carried"
-    )
-
-
 OTHERS = {
     "MiniMax": (
         {"layer_types": ["linear_attention", "full_attention"]},
@@ -50,7 +35,6 @@ OTHERS = {
         r"layers\.0\.mamba \(JambaMambaMixer\) mixes",
     ),
     "RecurrentGemma": ({"num_hidden_layers": 3}, r"rg_lru \(RecurrentGemmaRglru\) mixes"),
-    "Zamba2": ({"layers_block_type": ["mamba", "hybrid"]}, r"Zamba2MambaMixer\) mixes"),
 }
 
 
@@ -85,6 +69,17 @@ class Twisted(Layer):
         return super().forward(hidden_states, **kwargs) * 1.01
 
 
+class TwistedMamba(transformers.models.bamba.modeling_bamba.BambaMixer):
+    """The same parts, of which one is skipped."""
+
+    def forward(self, hidden_states, **kwargs):
+        skip, self.D = self.D, nn.Parameter(torch.zeros_like(self.D))
+        try:
+            return super().forward(hidden_states, **kwargs)
+        finally:
+            self.D = skip
+
+
 class WithoutConfiguration(Layer):
     def __init__(self):
         raise AssertionError
@@ -106,20 +101,31 @@ def test_a_layer_with_the_known_parts_and_another_forward_is_refused(layer_class
     refused(model, rf"model\.layers\.0\.linear_attn \({layer_class.__name__}\).*{says}")
 
 
+def test_a_mamba_2_layer_with_another_forward_is_refused():
+    model = make_model("bamba")
+    model.model.layers[0].mamba.__class__ = TwistedMamba
+    refused(model, r"model\.layers\.0\.mamba \(TwistedMamba\) has the parts of a Mamba-2 layer, but")
+
+
 def test_a_layer_with_another_part_is_refused():
     model = make_model("qwen3_5_text")
     model.model.layers[0].linear_attn = OneMorePart(model.config, 0)
     refused(model, r"model\.layers\.0\.linear_attn")
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next_dense", "olmo_hybrid", "lfm2"])
+TRIED = dict.fromkeys(["qwen3_5_text", "qwen3_next_dense", "olmo_hybrid", "lfm2", *MAMBA, "falcon_h1_plain"], 1)
+TRIED |= {"falcon_h1": 2, "falcon_h1_plain": 2, "zamba2": 3}
+"""Families, and how many recurrent layers their small models have."""
+
+
+@pytest.mark.parametrize("name", TRIED)
 def test_trying_a_layer_draws_no_random_numbers_and_works_without_weights(name):
     recurrent_layers._TRUSTED.clear()
     with torch.device("meta"):
         model = type(make_model(name))(make_model(name).config)
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    assert tt.TreeEngine(model).capabilities.recurrent_layers == 1
+    assert tt.TreeEngine(model).capabilities.recurrent_layers == TRIED[name]
     assert torch.equal(state, torch.get_rng_state())
     assert all(wrong is None for wrong in recurrent_layers._TRUSTED.values())
 

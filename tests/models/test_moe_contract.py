@@ -18,7 +18,8 @@ from treetrain.testing.forests import runs, trajectories
 from treetrain.testing.linear import relative_error
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text", "llama4_tuned")
-WITH_AUXILIARY = ("qwen3_moe", "mixtral", "gpt_oss")
+FAMILIES += ("granitemoehybrid", "nemotron_h")
+WITH_AUXILIARY = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoehybrid")
 PLANS = [("chunks of 7", "none"), ("chunks of 2", "mixed"), ("one segment per part", "all")]
 MANY = [planned(shape, keep) for shape in ("N/2", "chunks of 7", "chunks of 2") for keep in ("none", "all", "mixed")]
 MANY += [planned("one segment per part", "mixed"), planned("shared prefill", "none")]
@@ -65,7 +66,7 @@ def test_a_tree_in_parts_equals_its_rows_with_the_auxiliary_loss_of_all_of_them(
     check_with_auxiliary_loss(family, [SFT], 2, engines=[planned(*plan) for plan in PLANS])
 
 
-@pytest.mark.parametrize("family", ("mixtral", "glm4_moe", "llama4_text"))
+@pytest.mark.parametrize("family", ("mixtral", "glm4_moe", "llama4_text", "nemotron_h"))
 def test_recorded_experts_are_used_again_in_a_tree_as_in_its_rows(family):
     check(family, [SFT], 2, engines=[planned("1 part", "none"), planned("chunks of 2", "mixed")], recorded=True)
 

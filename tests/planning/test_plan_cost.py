@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from treetrain.errors import UnsupportedModel
-from treetrain.planning import ModelShape
-from treetrain.tree import build_tree
+from treetrain.planning.cost import ModelShape
+from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, AttentionRange
 from treetrain.tree.stats import ideal_speedup, linear_work, tree_stats, tree_work
 

@@ -76,7 +76,7 @@ def stand_ins(monkeypatch, with_triton):
     varlen = type(
         "Varlen", (_StandIn,), {"name": "varlen", "takes": VarlenAttention.takes, "_dtypes": (torch.bfloat16,)}
     )
-    monkeypatch.setattr(attention, "VarlenAttention", varlen)
+    monkeypatch.setattr("treetrain.softmax_attention.varlen.VarlenAttention", varlen)
     monkeypatch.setattr(attention, "CHECKED", set())
 
 

@@ -90,7 +90,7 @@ def test_stock_varlen_calls_serve_the_forest_of_the_check():
 def test_rectangles_on_a_gpu_take_flash_attention_for_all_but_tiles(monkeypatch, below_path):
     flash = FlashKernel()
     flash._flash = SequenceBySequence()  # type: ignore[assignment]
-    monkeypatch.setattr(rectangles, "_kernel", lambda query, value, spec: flash)
+    monkeypatch.setattr(rectangles, "_kernel", lambda query, value, spec, plain: flash)
     before = SequenceBySequence.calls
 
     def make(forest, cache, device, size):

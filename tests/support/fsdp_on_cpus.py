@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 _make = AcceleratorState.__init__
@@ -12,9 +13,11 @@ def let_accelerate_shard() -> None:
 
     accelerate 1.15 looks at the plugin only where the processes are known to have GPUs. Nothing behind that check needs
     one: for the length of it the processes count as such. All that follows (preparing model and optimiser, wrapping
-    layer by layer, clipping) is accelerate's and transformers' own code.
+    layer by layer, clipping) is accelerate's and transformers' own code. Weights that are offloaded are not pinned,
+    which needs a GPU.
     """
     AcceleratorState.__init__ = _init  # type: ignore[assignment, method-assign]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 def _init(state: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:

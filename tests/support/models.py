@@ -196,7 +196,36 @@ MAMBA = {  # selective state spaces beside attention
             "moe_shared_expert_intermediate_size": 16,
         },
     ),
-    "falcon_h1": Family("FalconH1Config", "FalconH1ForCausalLM", _MAMBA | {"mamba_d_ssm": 48}),
+    "falcon_h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 48,
+            "mamba_rms_norm": True,
+            "ssm_in_multiplier": 0.7,
+            "ssm_out_multiplier": 1.4,
+            "ssm_multipliers": [0.6, 1.3, 0.8, 1.2, 0.7],
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.8,
+        },
+    ),
+    "zamba2": Family(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],  # one block of attention, with two adapters
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 3,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 6,
+            "chunk_size": 8,
+        },
+    ),
 }
 FAMILIES: dict[str, Family] = DENSE | MOE | ATTENTION | HEADS | GATED_DELTA | MAMBA
 _DELTA = {k: v for k, v in GATED_DELTA["qwen3_5_text"].own.items() if k.startswith(("linear_", "layer_types"))}
@@ -210,6 +239,20 @@ VARIANTS = {  # beside the registry: other builds of the same kinds of layers
         "OlmoHybridConfig", "OlmoHybridForCausalLM", {**_DELTA, "linear_allow_neg_eigval": True, "head_dim": 8}
     ),
     "lfm2": Family("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "bamba_deep": Family(  # the same of Mamba-2, whose steps are cut at both ends
+        "BambaConfig",
+        "BambaForCausalLM",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [2],
+            "mamba_proj_bias": True,
+            "time_step_limit": (0.5, 1.2),
+        },
+    ),
+    "falcon_h1_plain": Family(  # a gate without a norm
+        "FalconH1Config", "FalconH1ForCausalLM", _MAMBA | {"mamba_d_ssm": 48, "mamba_n_groups": 1}
+    ),
     "qwen3_5_deep": Family(  # two recurrent layers below one another, and one above attention
         "Qwen3_5TextConfig",
         "Qwen3_5ForCausalLM",
@@ -226,6 +269,13 @@ def make_config(name: str, **changes: Any) -> Any:
     """The configuration of a family; `changes` overrule its own settings."""
     family = FAMILIES.get(name) or VARIANTS[name]
     return getattr(transformers, family.config)(**(BASE | family.own | changes))
+
+
+def mamba1_config(**changes: Any) -> Any:
+    """The configuration of a model with Mamba-1 layers, which is refused."""
+    return transformers.JambaConfig(
+        **(BASE | {"num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2} | changes)
+    )
 
 
 def make_model(name: str = "qwen3", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:

@@ -25,6 +25,16 @@ def attention_forest(rows) -> Forest:
     return Forest.of(layout_of(rows))
 
 
+def scored_first(graphs: str) -> Callable[[Plan], Plan | None]:
+    """In the place of `EngineModel.scored_first`: all graphs are kept, those of every second part, or none."""
+
+    def choose(plan: Plan) -> Plan | None:
+        every = np.arange(plan.num_parts)
+        return {"kept": plan.scored_first(), "partly": plan.scored_first(every % 2 == 1), "recomputed": None}[graphs]
+
+    return choose
+
+
 def layout_of_parents(parent: np.ndarray) -> PackedLayout:
     """Layout of a forest given by its parents in pre-order, nothing predicted."""
     count, before = len(parent), parent.tolist()

@@ -190,6 +190,19 @@ def make_tree_trainer(
     return kind_of(TreeTrainer)(model, args, branching_rows(), **more)
 
 
+def make_shared_trainer(folder: Path, **settings: Any) -> Any:
+    """A trainer by `share_prefixes` whose rows begin alike; accelerate shards its model if `fsdp` is set."""
+    from support.fsdp_on_cpus import let_accelerate_shard
+    from treetrain.trainers.share_prefixes import share_prefixes
+
+    if settings.get("fsdp"):
+        let_accelerate_shard()
+    trainer = make_trainer(folder, dropout=0.0, **settings)
+    ids = [[5, 6, 7, 8, *row["input_ids"][4:]] for row in rows()]
+    trainer.train_dataset = [{"input_ids": row, "labels": row} for row in ids]
+    return share_prefixes(trainer, budget=64)
+
+
 def outcome(trainer: Any) -> dict[str, Any]:
     """All of a finished run that an interruption must not change, as whole tensors."""
 
@@ -360,7 +373,8 @@ def _run(
     code = 0
     try:
         steps = _Steps(folder.with_name(f"{folder.name}.steps") if rank == 0 else Path(os.devnull), slow, full_at)
-        make = make_tree_trainer if settings.pop("tree", False) else make_trainer
+        kinds = {"tree": make_tree_trainer, "shared": make_shared_trainer}
+        make = next((kinds[name] for name in kinds if settings.pop(name, False)), make_trainer)
         trainer = make(folder, callbacks=(steps,), **settings)
         if kill_at is not None:
             kill_before_call(kill_at)

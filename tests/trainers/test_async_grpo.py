@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from trainer_runs import whole
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import treetrain as tt
@@ -47,7 +48,10 @@ class NoTransfer:
 
     def init_weight_transfer(self): ...
     def pause(self): ...
-    def send_weights(self, iterator): ...
+    def send_weights(self, iterator):
+        for _ in iterator:
+            pass
+
     def resume(self): ...
     def destroy(self): ...
 
@@ -82,9 +86,18 @@ def naive_varlen(q, k, v, starts, path_starts, longest, longest_path, *, softmax
     return torch.cat(out)
 
 
-@pytest.fixture
-def trainer_of(async_grpo, tmp_path, monkeypatch):
-    """Makes an AsyncGRPOTrainer on a tiny model, on this CPU; its own kernel is the naive one above."""
+def write_model(folder):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=32, vocab_size=VOCABULARY, initializer_range=0.3, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+
+
+def trainers(monkeypatch, folder):
+    """Return what makes an AsyncGRPOTrainer on `folder`'s model, on this CPU; its own kernel is the naive one above."""
+    from trl.experimental import async_grpo
     from trl.experimental.async_grpo import async_grpo_trainer as trainer_module
     from trl.experimental.async_grpo import packing
 
@@ -95,22 +108,16 @@ def trainer_of(async_grpo, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "_flash_attn", Kernel)
     monkeypatch.setattr(packing, "get_target_dtype", lambda query, module: query.dtype)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")  # it asks for the device's peak FLOPs
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        intermediate_size=32, vocab_size=VOCABULARY, initializer_range=0.3, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     words = Tokenizer(WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t0"))
 
     def make(drawn, **settings):
         settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4} | settings
         args = async_grpo.AsyncGRPOConfig(
-            str(tmp_path / "out"), token_budget=-1, learning_rate=1e-2, logging_steps=1, save_strategy="no",
+            str(folder / "out"), token_budget=-1, learning_rate=1e-2, logging_steps=1, save_strategy="no",
             max_staleness=99, report_to=[], bf16=False, use_cpu=True, disable_tqdm=True, **settings,
         )  # fmt: skip
         return async_grpo.AsyncGRPOTrainer(
-            str(tmp_path / "model"),
+            str(folder / "model"),
             args=args,
             train_dataset=Dataset.from_dict({"prompt": ["none"] * 4}),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1"),
@@ -119,6 +126,12 @@ def trainer_of(async_grpo, tmp_path, monkeypatch):
         )
 
     return make
+
+
+@pytest.fixture
+def trainer_of(async_grpo, tmp_path, monkeypatch):
+    write_model(tmp_path)
+    return trainers(monkeypatch, tmp_path)
 
 
 MEASURED = ("time", "perf/", "runtime", "per_second", "_s", "tree/", "queue")
@@ -131,7 +144,7 @@ def assert_same_run(one, other, tolerance=1e-5):
             if not any(part in name for part in MEASURED):
                 assert b[name] == pytest.approx(a[name], rel=tolerance, abs=1e-6), name
     for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=tolerance, atol=1e-5)
+        torch.testing.assert_close(whole(p.detach()), whole(q.detach()), rtol=tolerance, atol=1e-5)
 
 
 def test_async_grpo_trains_as_with_its_own_kernel_and_shares_over_micro_batches(trainer_of):

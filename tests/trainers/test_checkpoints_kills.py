@@ -21,20 +21,21 @@ FORMS: dict[str, dict[str, Any]] = {
     "tree, sharded": {"ranks": 2, "tree": True, "sharded": True},
     "tree, accelerate": {"ranks": 2, "tree": True, "fsdp": True},
     "tree, accelerate, lora": {"ranks": 2, "tree": True, "fsdp": True, "lora": True},
+    "shared, accelerate": {"ranks": 2, "shared": True, "fsdp": True},
 }
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Outcomes of undisturbed runs, by form; filled on demand."""
-    folder, found = tmp_path_factory.mktemp("undisturbed"), {}
+    folder = tmp_path_factory.mktemp("undisturbed")
 
     class OnDemand(dict):
         def __missing__(self, form: str) -> dict[str, Any]:
             run = Run(folder / form, resume=None, **FORMS[form])
             assert run.wait() == [0] * len(run.processes), run.text
-            found[form] = run.outcome
-            return found[form]
+            self[form] = run.outcome
+            return self[form]
 
     return OnDemand()
 
@@ -82,7 +83,7 @@ def survive(form: str, kills: int, folder: Path, expected: dict[str, Any], seed:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["one", "tree"])
+@pytest.mark.parametrize("form", ["one", "tree", "shared, accelerate"])
 def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(form: str, undisturbed, tmp_path) -> None:
     survive(form, 2, tmp_path, undisturbed[form], seed=3)
 
@@ -102,6 +103,7 @@ def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_
         pytest.param("tree, sharded", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("tree, accelerate", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("tree, accelerate, lora", signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param("shared, accelerate", signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint_that_goes_on(

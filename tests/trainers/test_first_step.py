@@ -12,7 +12,15 @@ from datasets import Dataset
 from peft import AdaLoraConfig, get_peft_model
 from torch import nn
 from trainer_runs import BUILDERS, train
-from transformers import DataCollatorForSeq2Seq, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer
 
 import treetrain as tt
@@ -25,7 +33,6 @@ from treetrain.errors import RanksDisagree
 from treetrain.trainers import first_step
 from treetrain.trainers.batches import rows_of
 from treetrain.trainers.first_step import small_batch, tokens_within
-from treetrain.trainers.share_prefixes import FusedHead
 
 NAMES = [name for name, _ in runs.model().named_parameters()]
 KINDS = [name for name in NAMES if "layers.1." in name or "layers" not in name]
@@ -58,12 +65,12 @@ def packed(ids: list[list[int]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([row]) for name, row in rows.items()}
 
 
-def check(model: nn.Module, folder: Any, batch: dict[str, Any], budget: int | None = None) -> Any:
+def check(model: nn.Module, folder: Any, batch: dict[str, Any], budget: int | None = None, how: Any = True) -> Any:
     """Run the check on a batch, as the first step does; returns the trainer."""
-    trainer = tt.share_prefixes(plain_trainer(model, folder), budget)
+    trainer = tt.share_prefixes(plain_trainer(model, folder), budget, check=how)
     sharing: Any = trainer.prefix_sharing  # type: ignore[attr-defined]
-    plain = model.forward.__wrapped__
-    sharing._check_first_step(model, plain, FusedHead.of(model), sharing._rows_of(batch), batch)
+    forward: Any = model.forward
+    sharing._check_first_step(forward, forward.head, sharing._rows_of(batch), batch, sharing.output_kind)
     assert not sharing.check
     return trainer
 
@@ -219,17 +226,82 @@ def test_a_batch_that_predicts_nothing_leaves_the_check_to_the_next(tmp_path):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_the_left_of_learned_positions_stops_the_first_step(side, tmp_path):
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=32, initializer_range=0.5)
-    for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
-        setattr(config, name, 0.0)
-    model, batch = GPT2LMHeadModel(config), batch_of(IDS, side)
+    model, batch = learned_positions(), batch_of(IDS, side)
     if side == "right":
         check(model, tmp_path, batch)
         return
-    with pytest.raises(RuntimeError, match="counts the padding on its left too, pad on the right") as failed:
+    right = r"Shared prefixes are right.*counts the padding on a row's left in its positions.*pad on the right.*'rows'"
+    with pytest.raises(RuntimeError, match=right) as failed:
         check(model, tmp_path, batch)
-    assert len(str(failed.value)) <= 400
+    assert len(str(failed.value)) <= 650
+    model.forward = model.forward.__wrapped__  # type: ignore[union-attr]
+    check(model, tmp_path, batch, how="rows")
+
+
+def learned_positions(rows: int = 64) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=rows, initializer_range=0.5)
+    for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
+        setattr(config, name, 0.0)
+    return GPT2LMHeadModel(config)
+
+
+def test_a_row_with_padding_on_its_left_is_among_those_compared(tmp_path):
+    long = [list(range(2, 20)), [*range(2, 19), 30], [*range(2, 18), 31, 32]]
+    with pytest.raises(RuntimeError, match="Shared prefixes are right"):
+        check(learned_positions(), tmp_path, batch_of([[40, 41, 42], *long], "left"))
+    check(learned_positions(), tmp_path, batch_of(long, "left"))
+
+
+def test_rows_that_are_cut_keep_padding_on_their_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_step, "tokens_within", lambda *_: 24)
+    ids = [list(range(2, 40)), [*range(2, 30), *range(2, 12)], [*range(2, 25), 31]]
+    with pytest.raises(RuntimeError, match="counts the padding on a row's left"):
+        check(learned_positions(), tmp_path, batch_of(ids, "left"))
+    check(learned_positions(), tmp_path, batch_of(ids, "left"), how="rows")
+    check(runs.model(), tmp_path, batch_of(ids, "left"))
+
+
+def test_a_convolution_that_crosses_packed_rows_stops_the_first_step(tmp_path):
+    kinds = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return Lfm2ForCausalLM(Lfm2Config(**runs.SHAPE, **kinds))
+
+    batch = packed(IDS)
+    with pytest.raises(
+        RuntimeError, match=r"Shared prefixes are right.*lets packed rows see one another.*pad the rows"
+    ):
+        check(model(), tmp_path, batch)
+    check(model(), tmp_path, batch, how="rows")
+    check(model(), tmp_path, batch_of(IDS))
+
+
+@pytest.mark.parametrize("how", [True, "rows"])
+def test_a_tree_that_is_wrong_is_said_to_be(how, tmp_path, monkeypatch):
+    score = lm_head.score_edges
+    shifted = lambda hidden, *args, **kwargs: score(hidden.roll(1, 0), *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(lm_head, "score_edges", shifted)
+    with pytest.raises(RuntimeError, match=r"[Ss]hared prefixes are wrong.*train without share_prefixes"):
+        check(runs.model(), tmp_path, batch_of(IDS), how=how)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "plain"])
+def test_rows_by_themselves_are_those_of_every_trainer(name, tmp_path):
+    settings_ = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False, "max_steps": 1}
+    trainer = tt.share_prefixes(runs.BUILDERS[name](settings_, torch.float32, tmp_path), check="rows")
+    trainer.train()
+    assert trainer.prefix_sharing.check is False  # type: ignore[attr-defined]
+    once = [
+        logs["tree/gradient_difference"] for logs in trainer.state.log_history if "tree/gradient_difference" in logs
+    ]
+    assert not once or once[0] < 1e-4
+
+
+def test_what_check_takes_is_said(tmp_path):
+    with pytest.raises(ValueError, match="check is 'batch'; give True, False or 'rows'"):
+        tt.share_prefixes(plain_trainer(runs.model(), tmp_path), check="batch")  # type: ignore[arg-type]
 
 
 def test_packed_rows_that_see_one_another_stop_the_first_step(tmp_path):
@@ -264,15 +336,17 @@ def test_rows_are_cut_around_their_fork_and_laid_out_as_they_were(layout):
     small = small_batch(batch, rows, [0, 1, 2], 90)
     assert small["input_ids"].numel() <= 90 and small["num_items_in_batch"] == 9 and small["use_cache"] is False
     unique, flat = trees(small)
-    assert flat == 90 and unique == 60  # 15 tokens of the shared prefix, and 15 of each row
+    lead = layout == "left"  # a column of the padding
+    assert flat == 90 - 3 * lead and unique == 60 - lead  # 15 tokens of the shared prefix, and 15 of each row
     for k, row in enumerate(rows_of(small).ids):
-        assert row.tolist() == ids[k][285:315]
+        assert row.tolist() == ids[k][285 + lead : 315]
     whole = small_batch(batch, rows, [0, 2], 10_000)
     assert [row.tolist() for row in rows_of(whole).ids] == [ids[0], ids[2]]
     if layout != "packed":
         assert whole["input_ids"].shape == (2, batch["input_ids"].shape[1])
     if layout == "left":
-        assert not whole["attention_mask"][0, 0] and small["attention_mask"].all()
+        assert not whole["attention_mask"][0, 0]
+        assert not small["attention_mask"][:, 0].any() and small["attention_mask"][:, 1:].all()
 
 
 def test_where_the_cut_leaves_nothing_to_predict_all_its_tokens_are():
@@ -362,7 +436,7 @@ def test_quadratic_attention_and_a_model_that_cannot_be_counted_get_fewer_tokens
         model.set_attn_implementation(attention)
         within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), "fused")
     assert first_step.LEAST_TOKENS < within["eager"] < within["sdpa"] / 2
-    monkeypatch.setattr(first_step, "cost_if_countable", lambda model: None)
+    monkeypatch.setattr("treetrain.engine.costs.cost_if_countable", lambda model: None)
     assert tokens_within(tt.TreeEngine(model), rows_of(batch), "fused") == first_step.UNCOUNTED_TOKENS
 
 

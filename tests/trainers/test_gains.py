@@ -51,7 +51,7 @@ class ReadsLogits(runs.GRPOTrainer):
 
 def test_a_loss_that_reads_logits_is_told_how_to_share(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "GRPOTrainer", ReadsLogits)
-    with pytest.warns(UserWarning, match=r"3 calls .* asked for logits.*% could be shared.*fused_lm_head=True") as said:
+    with pytest.warns(UserWarning, match=r"3 calls .* asked for logits.*% could be shared.*token_logprobs") as said:
         train(BUILDERS["grpo"], tmp_path, shared=True, steps=5, num_iterations=1)
     (line,) = [str(each.message) for each in said if "share_prefixes" in str(each.message)]
     assert "0 of 0 tokens were computed" in line and len(line) <= 400

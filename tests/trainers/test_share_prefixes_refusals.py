@@ -24,16 +24,13 @@ def set_on(trainer, patch, name, value):
     setattr(trainer.args, name, value)
 
 
-def give_a_loss_of_logits(trainer, patch):
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
+def distribute_by_megatron(trainer, patch):
+    patch.setattr(type(trainer.accelerator), "distributed_type", SimpleNamespace(value="MEGATRON_LM"))
 
 
-def shard(trainer, patch):
+def shard_by_fsdp1(trainer, patch):
     patch.setattr(type(trainer.accelerator), "distributed_type", SimpleNamespace(value="FSDP"))
-
-
-def update_trl(trainer, patch):
-    patch.setattr("trl.__version__", "1.17.0")
+    patch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
 
 
 def derive_from_an_unknown_trainer(trainer, patch):
@@ -55,9 +52,8 @@ SETTINGS = {
     "name, change, message",
     [
         *((name, partial(set_on, name=key, value=value), f"{key}={value}") for key, (name, value) in SETTINGS.items()),
-        ("plain", give_a_loss_of_logits, "compute_loss_func is given logits"),
-        ("plain", shard, "distributed_type=FSDP"),
-        ("sft", update_trl, r"trl 1\.17\.0 is installed.*1\.16"),
+        ("plain", distribute_by_megatron, "distributed_type=MEGATRON_LM"),
+        ("plain", shard_by_fsdp1, "set fsdp_version: 2"),
         ("sft", derive_from_an_unknown_trainer, "GKDTrainer"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -95,15 +91,6 @@ def test_dropout_of_a_model_or_an_adapter_is_refused_with_the_setting(tmp_path):
     with pytest.raises(tt.UnsupportedModel, match=r"lora_dropout.* has dropout 0\.05.*Set it to 0"):
         tt.share_prefixes(Trainer(model, TrainingArguments(**settings(tmp_path))))
     assert not model.training
-
-
-def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return model(**inputs).logits.sum()
-
-    with pytest.raises(ValueError, match="Own overrides compute_loss"):
-        tt.share_prefixes(Own(runs.model(), TrainingArguments(**settings(tmp_path))))
 
 
 def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):

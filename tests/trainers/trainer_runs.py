@@ -190,6 +190,7 @@ def train(
     budget: int | None = None,
     evaluate: bool = False,
     resume: Path | None = None,
+    check: bool = True,
     **settings: Any,
 ) -> Run:
     """Train for some steps.
@@ -198,6 +199,7 @@ def train(
         build: one of the functions below.
         shared: whether prefixes are shared.
         resume: a checkpoint to go on from.
+        check: compare the first step with the plain model.
         settings: of the trainer's arguments, and `KINDS`.
     """
     common = {
@@ -219,16 +221,28 @@ def train(
     }
     kind: dict[str, Any] = {key: settings.pop(key) for key in KINDS if key in settings}
     trainer = build({**common, **settings}, dtype, folder, **kind)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {name: whole(p).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     if shared:
-        assert tt.share_prefixes(trainer, budget) is trainer
+        assert tt.share_prefixes(trainer, budget, check=check) is trainer
     with double() if dtype is torch.float64 else contextlib.nullcontext():
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         if evaluate:
             trainer.evaluate()
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters() if name in before}
+    names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in trainer.model.named_parameters()]
+    weights = {name: whole(p) for name, p in zip(names, trainer.model.parameters(), strict=True) if name in before}
     updates = {name: p - before[name] for name, p in weights.items()}
     return Run(trainer.state.log_history, weights, updates, trainer)
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as one process would have it; a collective call if it is sharded."""
+    if hasattr(weight, "ds_tensor"):  # ZeRO-3
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
+    weight = weight.detach()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 @contextlib.contextmanager

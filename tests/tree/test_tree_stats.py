@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree import build_tree
+from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL
 from treetrain.tree.stats import cheapest_rows, distinct_rows, linear_work, tree_stats, tree_work
 

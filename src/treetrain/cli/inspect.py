@@ -170,7 +170,10 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
 def _print(inspection: "Inspection") -> None:
     out, file = console(), inspection.stats
     rows = [
-        ("trajectories", f"{file.trajectories:,} in {file.trees:,} trees, {file.duplicates:,} exact repeats"),
+        (
+            "trajectories",
+            f"{file.trajectories:,} in {file.trees:,} tree{'s' * (file.trees != 1)}, {file.duplicates:,} exact repeats",
+        ),
         ("flat tokens", f"{file.flat:,}"),
         ("unique tokens", f"{file.unique:,}"),
         ("overlap", f"{file.overlap:.3f}"),

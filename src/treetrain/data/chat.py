@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.limits import within, within_memory
 from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools, is_number
-from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts
+from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts, unknown
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, expect, quoted, shortened
 
@@ -94,9 +94,9 @@ class ChatReader:
         """The rows of one record as text. Raises DataError without the place."""
         settings, renderer, facts = self.settings, self.renderer, row_facts(record, notes)
         if "messages" not in record:
-            notes.unused_keys(record, TEXT_KEYS)
+            notes.unused_keys(unknown(record, TEXT_KEYS))
             return [_text_row(renderer, record, notes, facts)]
-        notes.unused_keys(record, CHAT_KEYS)
+        notes.unused_keys(unknown(record, CHAT_KEYS))
         images: list[str] = []
         messages = clean_messages(record["messages"], notes, images if settings.images == "key" else None)
         messages = [*_system(record, messages), *messages]
@@ -113,9 +113,8 @@ class ChatReader:
             )
         for message in messages:
             # The template may read other keys, too.
-            notes.unused_keys(
-                {name: 1 for name in message if name not in renderer.source}, MESSAGE_KEYS, "message keys"
-            )
+            others = (name for name in unknown(message, MESSAGE_KEYS) if name not in renderer.source)
+            notes.unused_keys(others, "message keys")
         if not any(message["role"] == "assistant" for message in messages):
             notes.add("no assistant message, so nothing to train")
         if record.get("id") is None and facts["group"] is not None and record.get("trial") is not None:
@@ -232,7 +231,6 @@ def _calls(
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:
-    """The places of the assistant's messages."""
     return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
@@ -253,7 +251,6 @@ def _call_texts(renderer: "Renderer", messages: list[Message], tools: Tools, not
 
 
 def _note_dropped(messages: list[Message], text: str, notes: Notes) -> None:
-    """Remark on messages that are not in the rendered text."""
     for index, message in enumerate(messages):
         if message["role"] != "assistant" and message["content"].strip()[:60] not in text:
             what = f"a {message['role']} message does not appear in the rendered text as it is"
@@ -376,7 +373,6 @@ def _after_header(renderer: "Renderer", text: str, start: int, floor: int) -> in
 
 
 def _common_start(one: str, other: str) -> int:
-    """Number of leading characters that are the same."""
     codes = (np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) for text in (one, other))
     return common_prefix(*codes)
 
@@ -568,7 +564,6 @@ class Renderer:
         return [text] if self._pieces is None else [piece for piece in self._pieces.split(text) if piece]
 
     def _encode(self, pieces: list[str]) -> None:
-        """Put the tokens of pieces into the cache."""
         if not pieces:
             return
         try:

@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory, common_prefix
+from treetrain.data.trajectory import GIVEN, Trajectory, common_prefix
 from treetrain.errors import DataError
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-GIVEN = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
-"""Fields for which `RowColumns.given` says which rows have them."""
 
 TOKENS_AT_ONCE = 1 << 22
 """Tokens compared at once, summed over rows; at least one per row."""
@@ -36,7 +33,7 @@ class RowColumns:
     reward: NDArray[np.float64]
     """[K]: NaN for rows without a reward."""
     given: dict[str, Bools]
-    """For each name in `GIVEN`, [K]: whether the row has it."""
+    """For each name in `trajectory.GIVEN`, [K]: whether the row has it."""
     group: Int64s
     """int64 [K]: equal numbers for equal groups, in the order of their first rows; -1 for none."""
     pair: Int64s

@@ -382,7 +382,7 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
+    number, given, size = 0, 0, path.stat().st_size
     # Threads that start while memory is limited may end the process on machines with many cores.
     alone = pa.ipc.IpcReadOptions(use_threads=False)
     try:
@@ -390,12 +390,6 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
         with pa.OSFile(str(path)) as source:
             if kind == "parquet":
                 parquet = pq.ParquetFile(source)
-                given, size = (
-                    sum(parquet.metadata.row_group(n).total_byte_size for n in range(parquet.num_row_groups)),
-                    path.stat().st_size,
-                )
-                if given > max(BOMB_BYTES, BOMB_RATIO * size):
-                    raise DataError(f"{size:,} bytes decompress to {given:,}; write smaller files")
                 schema, batches = parquet.schema_arrow, parquet.iter_batches(64, use_threads=False)
             else:
                 try:
@@ -411,7 +405,11 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
                 batch.validate(full=True)
                 columns = [(name, _readable(name, column)) for name, column in zip(schema.names, batch.columns)]
                 for begin in range(0, batch.num_rows, 64):
-                    for row in within_memory(TABLE_BYTES, partial(_rows, columns, begin)):
+                    rows, count = within_memory(TABLE_BYTES, partial(_rows, columns, begin))
+                    given += count
+                    if given > max(BOMB_BYTES, BOMB_RATIO * size):
+                        raise DataError(f"{size:,} bytes decompress to more than {given:,}; write smaller files")
+                    for row in rows:
                         number += 1
                         yield f"{path} row {number}", without_nulls(dict(zip(schema.names, row)))
     except MemoryError as error:
@@ -443,6 +441,8 @@ def _readable(name: str, column: Any) -> Any:
 def _without_times(kind: Any) -> Any:
     import pyarrow as pa
 
+    if pa.types.is_run_end_encoded(kind):
+        raise DataError(f"{kind} has no bound on its length; write it decoded")
     if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
         return pa.int32() if kind.bit_width == 32 else pa.int64()
     if pa.types.is_struct(kind):
@@ -455,17 +455,20 @@ def _without_times(kind: Any) -> Any:
     return kind
 
 
-def _rows(columns: list[tuple[str, Any]], begin: int) -> list[tuple[Any, ...]]:
-    """64 rows of a batch as Python values."""
-    values = []
+def _rows(columns: list[tuple[str, Any]], begin: int) -> tuple[list[tuple[Any, ...]], int]:
+    """64 rows of a batch as Python values, and their bytes as Arrow's."""
+    values, count = [], 0
     for name, column in columns:
         try:
-            values.append(column.slice(begin, 64).to_pylist())
+            part = column.slice(begin, 64)
+            part = part.dictionary_decode() if hasattr(part, "dictionary_decode") else part
+            values.append(part.to_pylist())
+            count += part.nbytes
         except MemoryError:
             raise
         except Exception as error:  # types that Python does not have
             raise DataError(f"column {quoted(name)} of type {column.type} ({shortened(error)})") from error
-    return list(zip(*values))
+    return list(zip(*values)), count
 
 
 _READERS: dict[str, Callable[[Path, str, Notes], Found]] = {

@@ -244,7 +244,6 @@ def _detect(place: str, record: Record | DataError, format: str, map: Mapping[st
 
 
 def _described(record: Record) -> str:
-    """The keys of a record, and how it might be read."""
     keys = list(dict.fromkeys(key_paths(record)))
     parts = {part for path in keys for part in path.split(".")}
     near = [kind.name for kind in FORMATS if kind.comes_near(parts)]
@@ -385,7 +384,6 @@ class _Reading:
                 yield from made
 
     def _check(self, row: Trajectory) -> None:
-        """Raise DataError for a row that the model cannot read."""
         if self.vocab_size is not None and len(row) and row.ids.max() >= self.vocab_size:
             at = int(row.ids.argmax())
             raise DataError(
@@ -402,8 +400,11 @@ class _Reading:
         """The rows of a record, or what is wrong with it."""
         self.first = self.first if self.first[1] else (self.notes.place, record)
         made: list[Trajectory | ChatRow] = []
+        mapped = _mapped(record, self.map, self.notes)
+        # The rows of this format are the records, whose keys are checked there.
+        tracked = None if self.kind.name == "tokens" else TrackedRecord(mapped)
         try:
-            for row in map(self._with_image_key, self._converted(_mapped(record, self.map, self.notes))):
+            for row in map(self._with_image_key, self._converted(mapped if tracked is None else tracked)):
                 if self.where and not self._is_wanted(row, record):
                     continue
                 row = {name: value for name, value in row.items() if name != CALL} if CALL in row else row
@@ -413,6 +414,10 @@ class _Reading:
                     made.append(trajectory_from_token_row(row, self.notes))
                 else:
                     made += self.chat.rows(row, self.notes)
+            if tracked is not None:
+                names = tracked.unread()
+                names = (name.removeprefix("records.") for name in names) if self.kind.session else names
+                self.notes.unused_keys(names)
         except DataError as error:
             return error
         except RecursionError:
@@ -447,22 +452,14 @@ class _Reading:
     def _converted(self, record: Record) -> list[Record]:
         """The rows of a record. A record can hold anything, so every error of a reader becomes a DataError."""
         said = self.notes.total
-        # Rows of these formats are the record, whose keys are checked there.
-        tracked = None if self.kind.name in ("tokens", "chat") else TrackedRecord(record)
-        parts = [TrackedRecord(one) for one in record["records"]] if self.kind.session and "records" in record else []
-        if tracked is not None and parts:
-            tracked["records"] = parts
         try:
-            rows = list(self.kind.convert(record if tracked is None else tracked, self.notes))
+            rows = list(self.kind.convert(record, self.notes))
         except DataError:
             raise
         except Exception as error:  # readers may be the user's own
             raise DataError(
                 f"the record is not as format {self.kind.name} has them ({type(error).__name__}: {shortened(error)})"
             ) from error
-        if tracked is not None and not any(row is tracked for row in rows):
-            for one, of in [(tracked, "keys"), *((part, "keys of the session's records") for part in parts)]:
-                self.notes.unused_keys(one, one.read, of)
         if not rows and self.notes.total == said:
             self.notes.add("the record has no rows")
         for row in rows:

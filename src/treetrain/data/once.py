@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.columns import GIVEN, Int64s, codes_of, sorted_by_prefix
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.columns import Int64s, codes_of, sorted_by_prefix
+from treetrain.data.trajectory import GIVEN, Trajectory
 from treetrain.errors import DataError, quoted
 
 if TYPE_CHECKING:

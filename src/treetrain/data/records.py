@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from treetrain.errors import DataError, quoted
@@ -27,6 +26,8 @@ EPISODE_KEYS = ("episode_id", "episode")
 ROW_KEYS = ("reward", "id", "pair", "chosen", "key", *GROUP_KEYS, *EPISODE_KEYS)
 """Facts of a whole row, in token rows and conversations."""
 FACT_KEYS = (*ROW_KEYS, "trial")
+LISTED = 20
+"""Keys that are not used are named up to this many."""
 CALL = "(call)"
 """In rows of LLM calls: what the log has on the call, for `where`. It is taken out before the row is read."""
 
@@ -51,12 +52,11 @@ class Notes:
         """The number of remarks, each as often as it was made."""
         return sum(self._count.values())
 
-    def unused_keys(self, record: Record, known: Container[str], of: str = "keys") -> None:
-        """Remark on the keys with a value that a reader does not know; all of one kind (`of`) become one line."""
-        for name in record:
-            if name not in known and record[name] is not None:
-                self._unused.setdefault(of, Counter())[name] += 1
-                self._first.setdefault(of, self.place)
+    def unused_keys(self, names: Iterable[str], of: str = "keys") -> None:
+        """Remark on keys that no reader has used; all of one kind (`of`) become one line."""
+        for name in names:
+            self._unused.setdefault(of, Counter())[name] += 1
+            self._first.setdefault(of, self.place)
 
     def lines(self) -> tuple[str, ...]:
         """One line per remark, with its count and the first place."""
@@ -66,8 +66,9 @@ class Notes:
             times = "" if count == 1 else f"{count} times, first: "
             lines.append(f"{text} ({times}{first})" if first else text)
         for of, names in self._unused.items():
-            listed = ", ".join(f"{quoted(name)} ({count})" for name, count in islice(names.items(), 20))
-            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            ordered = sorted(names.items(), key=lambda each: each[0].count("."))  # those at the top come first
+            listed = ", ".join(f"{name[-80:]!r} ({count})" for name, count in ordered[:LISTED])
+            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
             lines.append(f"{of} that are not used: {listed}{more}; first: {self._short(of)}")
         return tuple(lines)
 
@@ -124,20 +125,22 @@ class Format:
 
 
 class TrackedRecord(dict[str, Any]):
-    """A record that knows which of its keys were read."""
+    """A record that knows which of its keys were read. The objects in it become tracked when they are read."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
+        value = super().__getitem__(name)
+        if name not in self.read:
+            self.read.add(name)
+            super().__setitem__(name, value := value if name in WHOLE else _tracked(value))
+        return value
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a key, which counts as read."""
-        self.read.add(name)
-        return super().get(name, default)
+        return default if name not in self else self[name]  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()  # that there is one makes `dict(record)` read every key with `record[name]`
@@ -151,14 +154,57 @@ class TrackedRecord(dict[str, Any]):
         return dict(self).values()
 
     def __or__(self, other: Any) -> Any:
-        return dict(self) | other
+        """A copy with other values; a key that is read in it counts as read here."""
+        for name, value in super().items():
+            super().__setitem__(name, value if name in self.read or name in WHOLE else _tracked(value))
+        both = TrackedRecord({**dict(super().items()), **other})
+        both.read = self.read
+        return both
+
+    def unread(self, above: str = "") -> Iterator[str]:
+        """The paths of keys with a value that were not read, without list positions and repeated names.
+
+        An object of which no key was read was taken as a whole. Names with digits are `*` in paths: they may be ids.
+        """
+        for name, value in super().items():
+            if name not in self.read:
+                yield from () if value is None or (above and name in WIRE) else (f"{above}{name}",)
+                continue
+            part = "*." if re.search(r"\d", name) else f"{name}."
+            path = above if above.endswith(part) else above + part
+            pending = [value]
+            while pending:
+                one = pending.pop()
+                one = one.found if isinstance(one, JsonText) else one
+                if isinstance(one, TrackedRecord) and one.read:
+                    yield from one.unread(path)
+                pending += one[::-1] if isinstance(one, list) and one and not isinstance(one[0], int | float) else []
 
 
-def tracked(entries: Iterable[Record], of: str, notes: Notes) -> Iterator[Record]:
-    """The entries, and after each a remark on the keys of it that were not read."""
-    for entry in entries:
-        yield (one := TrackedRecord(entry))
-        notes.unused_keys(entry, one.read, of)
+def unknown(record: Record, known: Container[str]) -> Iterator[str]:
+    """The keys with a value that are not known."""
+    return (name for name in record if name not in known and record[name] is not None)
+
+
+class JsonText(str):
+    """Text of a tracked record that may hold JSON, which is parsed once."""
+
+    found: Any = None
+    """The list or object in it, tracked, once it is parsed."""
+
+
+WIRE = frozenset(("type", "index", "object", "signature"))
+"""Keys below a record that hold nothing of what was said."""
+WHOLE = frozenset(("tools", "functions", "tool_defs", "tool_definitions", "function_tools"))
+"""Keys whose values are not ours to read: schemas of tools, written as they are."""
+
+
+def _tracked(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value if isinstance(value, TrackedRecord) else TrackedRecord(value)
+    if isinstance(value, list) and value and not isinstance(value[0], int | float):
+        return [_tracked(one) for one in value]
+    return JsonText(value) if isinstance(value, str) and value.lstrip().startswith(("[", "{")) else value
 
 
 # Fields of records
@@ -245,7 +291,10 @@ def parsed(value: Any, *, strict: bool = False) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
-        return parse_json(value)
+        if not isinstance(value, JsonText):
+            return parse_json(value)
+        value.found = _tracked(parse_json(value)) if value.found is None else value.found
+        return value.found
     except (ValueError, RecursionError) as error:
         if strict and isinstance(error, DataError):
             raise

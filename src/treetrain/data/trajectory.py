@@ -24,6 +24,8 @@ PER_TOKEN_FACTS = (
     "values",
     "returns",
 )
+GIVEN = PER_TOKEN_FACTS[1:]
+"""Those that a row may lack: a row without loss weights trains every token with weight 1."""
 SCALAR_FACTS = ("loss_weights", "advantages")  # one number may stand for all tokens of the row
 
 

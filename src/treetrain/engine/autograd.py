@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from treetrain.engine.deferred import gradients_of
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.parameter_hooks import gradients_of
 from treetrain.engine.score import Scored
 from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,7 +34,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, causal_lm, check_model, model_device
 from treetrain.models.loading import load_config, model_without_weights
 from treetrain.models.recurrent_layers import tree_recurrence
-from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced_forward, tree_attention
+from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced, tree_attention
 from treetrain.planning.cost import WIDE, CostModel, ModelCounts
 from treetrain.planning.devices import Device
 from treetrain.tree.build import build_tree
@@ -55,6 +56,11 @@ def cost_of(model: nn.Module) -> CostModel:
     Raises:
         UnsupportedModel: a model that cannot be counted; the message says why.
     """
+    if any(p.shape != getattr(p, "ds_shape", p.shape) for p in model.parameters()):
+        from treetrain.engine.extensions.process_group import whole_shapes
+
+        with whole_shapes(model):
+            return cost_of(model)
     device, lm = model_device(model), causal_lm(model)
     dtype = compute_dtype(model, device)
     weights = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
@@ -76,6 +82,8 @@ def cost_of(model: nn.Module) -> CostModel:
         if is_sharded(model):  # on a mesh of two dimensions, over the second one
             mesh = meshes_of(model)[0]
             shards, copies = mesh.shape[-1], mesh.size() // mesh.shape[-1]
+    elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
+        shards = dist.get_world_size()
     return CostModel.on(Device.of_kind(kind, dtype.itemsize), counts, shards=shards, copies=copies)
 
 
@@ -88,9 +96,13 @@ def cost_if_countable(model: nn.Module) -> CostModel | None:
 
 
 def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    """The dtype of the arithmetic: autocast's if it is enabled, else the weights'."""
+    """The dtype of the arithmetic: autocast's if it is enabled, else that of FSDP2's policy, else the weights'."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        from treetrain.engine.extensions.process_group import parameter_dtype
+
+        return parameter_dtype(model) or model.dtype  # type: ignore[return-value]
     return model.dtype  # type: ignore[return-value]
 
 
@@ -246,7 +258,7 @@ def _run(decoder: Any, meter: Meter, tokens: int) -> Float[Tensor, "1 N hidden"]
     def embed(ids: Int[Tensor, "1 N"], *_: Any, **__: Any) -> Float[Tensor, "1 N hidden"]:
         return torch.empty(*ids.shape, table.weight.shape[1], dtype=table.weight.dtype, requires_grad=True)
 
-    with tree_attention(decoder), tree_recurrence(decoder), replaced_forward(table, embed):
+    with tree_attention(decoder), tree_recurrence(decoder), replaced(table, forward=embed):
         made = decoder(input_ids=ids, position_ids=ids, attention_mask=None, use_cache=False, **{RUN_KEYWORD: run})
     return made[0]
 
@@ -341,5 +353,5 @@ def _tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(replaced_forward(layer, counted(layer, layer.forward)))
+            stack.enter_context(replaced(layer, forward=counted(layer, layer.forward)))
         yield

@@ -110,6 +110,10 @@ def _value(gradient: DeferredGradient) -> Tensor:
     return gradient.or_zeros()  # zeros if the tree has no gradient for this parameter
 
 
+def _leave_waiting() -> None:
+    """Run no backward: whoever needs the gradients gets the error of their `Deferral`."""
+
+
 class Deferral:
     """The gradients that one score has received and that have not gone through its tree.
 
@@ -119,21 +123,18 @@ class Deferral:
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter]):
-        self.error = (
+        self.error = (  # for whoever needs the gradients if `settle` leaves them waiting
             f"gradients have arrived in what {name} gave and have not gone through the tree: call backward() on what "
             "it returned (scored.backward()) before .grad is read or an optimizer steps, or drop them by zero_grad()"
         )
         self.arrived = False
         """Whether gradients have arrived, which may have been dropped since."""
-        self.settle: Callable[[], None] = self.refuse
+        # No method of its own: a cycle would keep weak references to parameters, which then cannot move to a device.
+        self.settle: Callable[[], None] = _leave_waiting
         """Called before the gradients are read, or an optimizer steps with them."""
         self._parameters = [weakref.ref(p) for p in parameters if p.requires_grad]
         self._backward = -1
         _watch_optimizers()
-
-    def refuse(self) -> None:
-        """Raise RuntimeError, since nobody else runs the tree's backward."""
-        raise RuntimeError(self.error)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -197,3 +198,36 @@ def _watch_optimizers() -> None:
                     p.grad.settle()
 
     register_optimizer_step_pre_hook(settle)
+
+
+# ---- gradients that are set aside
+
+
+@contextmanager
+def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
+    """Collect the gradients of a block in the yielded list. No hook of the parameters runs.
+
+    ``.grad`` is None at the start of the block; the old gradients are restored after it.
+    """
+    before, set_aside, found = [p.grad for p in parameters], [], []
+    for p in parameters:
+        p.grad = None
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
+            if hooks:
+                set_aside.append((hooks, dict(hooks)))
+                hooks.clear()  # in place: autograd keeps a reference to the dictionary
+    try:
+        yield found
+        found += [p.grad for p in parameters]
+    finally:
+        for p, grad in zip(parameters, before):
+            p.grad = grad
+        for hooks, own in set_aside:
+            hooks.update(own)
+
+
+def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients that a call leaves in ``.grad``, and restore ``.grad``. No hook of the parameters runs."""
+    with gradients_aside(parameters) as found:
+        run()
+    return tuple(found)

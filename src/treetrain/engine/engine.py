@@ -5,7 +5,6 @@ One step: check the rows and pack their tree, plan its parts, run each part forw
 
 import difflib
 import functools
-import hashlib
 import inspect
 import operator
 import sys
@@ -16,23 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.costs import cost_of
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
-from treetrain.engine.extension import Extension, Reduces, added_loss
+from treetrain.engine.extension import Extension, LossExtension, Reduces
 from treetrain.engine.facts import Metrics
-from treetrain.engine.loss import Loss, LossProtocol, RowLoss, StepResult, as_loss, needs_logprobs, summed
+from treetrain.engine.loss import Loss, LossProtocol, StepResult, as_loss, needs_logprobs, summed
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,
-    Selection,
     StreamedGradients,
     check_batch,
-    evaluate_gradients,
     last_states,
     predictions_of,
     sum_by_place,
@@ -40,20 +35,20 @@ from treetrain.engine.loss_gradients import (
 from treetrain.engine.memory import Rollback, Try
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.ranks import Ranks, Sharing
-from treetrain.engine.score import Scored, Scoring, States
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.capability import Capabilities, loaded
+from treetrain.models.tree_mode import instance_of
 from treetrain.planning.cost import CostModel
 from treetrain.planning.make import PART_TOKENS, Bytes, parse_budget
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack, pack_states
-from treetrain.tree.stats import linear_work
 from treetrain.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from treetrain.engine.extensions.experts import RouterBalance
+    from treetrain.engine.score import Scored
 
 F = TypeVar("F", bound=Callable[..., None])
 WORTH_A_LOOK = 1.05
@@ -88,7 +83,8 @@ def unknown_named(init: F) -> F:
     return cast("F", checked)
 
 
-def _temperature(value: float) -> float:
+def checked_temperature(value: float) -> float:
+    """The temperature; raises ValueError unless it is above 0 and finite."""
     if not 0 < value < float("inf"):
         raise ValueError(f"temperature={value!r}: it divides the logits, so it must be above 0 and finite")
     return float(value)
@@ -145,7 +141,9 @@ class TreeEngine:
                 "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
                 "not been verified: leave it out"
             )
-        temperature = _temperature(temperature)
+        self.ranks: Ranks = self.sharing.ranks
+        """The processes that share each step."""
+        temperature = checked_temperature(temperature)
         parsed, shares = parse_budget(budget), self.sharing.divides_parts
         if isinstance(parsed, Bytes):
             parsed = Bytes(parsed.count * shares)
@@ -159,7 +157,7 @@ class TreeEngine:
             sharing=self.sharing,
             compile_layers=compile_layers,
         )
-        self.sharing.check_model(self.capabilities)
+        self.sharing.check_model(self.prepared.capabilities)
         self._accepted: object = None
         """The state of the model whose adapters, hooks and forwards have been accepted, and whether with gradients."""
 
@@ -201,22 +199,12 @@ class TreeEngine:
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self.prepared.temperature = _temperature(value)
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that share each step."""
-        return self.sharing.ranks
-
-    @property
-    def collective(self) -> bool:
-        """Whether the passes of calls are collective: FSDP2 shards the model."""
-        return self.sharing.collective
+        self.prepared.temperature = checked_temperature(value)
 
     @property
     def balanced(self) -> bool:
         """Whether the model adds an auxiliary loss of its routers, over all tokens of a step."""
-        return self.capabilities.auxiliary != 0
+        return self.prepared.capabilities.auxiliary != 0
 
     @property
     def cost(self) -> CostModel:
@@ -225,6 +213,8 @@ class TreeEngine:
         Raises:
             UnsupportedModel: a model that cannot be counted.
         """
+        from treetrain.engine.costs import cost_of
+
         return cost_of(self.model)
 
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
@@ -233,8 +223,7 @@ class TreeEngine:
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of a layout under the engine's budget."""
-        free = self.prepared.free_bytes() if self.budget is None else None
-        return self.prepared.plan(layout, self.budget, free=free)
+        return self.prepared.plan(layout, self.prepared.budget)
 
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget.
@@ -294,16 +283,16 @@ class TreeEngine:
         with ranks.together("forward_backward"):
             step = self._prepare(trajectories, loss, normaliser, mask)
             if self.balanced and balance is None and ranks.data_size > 1:
-                asked = self.capabilities
+                asked = self.prepared.capabilities
                 balance = self.router_balance(step.tree)
                 self.prepared.capabilities = asked
             step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
-            with self.prepared.rollback() as rollback, self._layers_checked():
+            with Rollback(self.prepared.parameters, self.sharing) as rollback, self._layers_checked():
                 result = self._run(step, plan, reduces, balance, rollback)
                 if ranks.data_size > 1:
                     result = summed(ranks.per_data_rank(ranks.exchange(result.on_host())), over=ranks.data_size)
         if sync:
-            self.sharing.average_gradients(self.parameters)
+            self.sharing.average_gradients(self.prepared.parameters)
         return result
 
     def _prepare(
@@ -324,16 +313,18 @@ class TreeEngine:
         model.capabilities = model.check().asked(logprobs=needs_logprobs(loss), values="predicted_values" in loss.needs)
         if not torch.is_grad_enabled():
             raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
-        if not any(p.requires_grad for p in self.parameters):
+        if not any(p.requires_grad for p in self.prepared.parameters):
             raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
-        self.sharing.check_hooks(self.parameters)
+        self.sharing.check_hooks(self.prepared.parameters)
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
         predicted = predictions_of(tree, mask)
         rows: Sequence[Trajectory] | None = tree.trajectories
         weight = 0.0
         if not ranks.alone:
-            rows, weight = self._of_all_ranks(tree.trajectories, loss, normaliser)
+            from treetrain.engine.extensions.sharing import rows_of_all_ranks
+
+            rows, weight = rows_of_all_ranks(model, type(self).__name__, tree.trajectories, loss, normaliser)
         if rows is not None:
             loss.check(rows)
             whole = loss.normaliser(rows) if normaliser is None else normaliser
@@ -351,55 +342,16 @@ class TreeEngine:
             )
         batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
         ranks.exchange(None)  # ranks with the same tokens may have different facts: one may fail here and others not
-        self.sharing.check_rows(ranks, batch.layout)
+        model.free = self.sharing.agree_on_plan(ranks, batch.layout, model.free)
         return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
-
-    def _of_all_ranks(
-        self, rows: list[Trajectory], loss: Loss, normaliser: float | None
-    ) -> tuple[list[Trajectory] | None, float]:
-        """Compare the ranks' settings, and exchange what they must know of one another's rows.
-
-        All ranks combine the facts in rank order, so they get the same loss constants and the same normaliser.
-
-        Returns:
-            the rows of all ranks if the loss must see them, else None; the ranks' amounts of the normaliser, summed.
-        """
-        ranks, weights = self.ranks, [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in self.parameters]
-        settings = {
-            "treetrain": __version__,
-            "torch": torch.__version__,
-            "the temperature": self.temperature,
-            "the kind of engine": type(self).__name__,
-            "the model": f"{type(self.model).__name__} of {len(weights)} weights",
-            # Python's own hash differs between processes.
-            "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
-            "the auxiliary loss": self.capabilities.auxiliary,
-            "loss": repr(loss),
-            "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
-            "a normaliser": None if normaliser is None else float(normaliser),
-        }
-        weight, sent = 0.0, None
-        if ranks.data_size > 1:
-            # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
-            if loss.scope == "batch" or (normaliser is None and isinstance(loss, RowLoss)):
-                sent = rows
-            else:
-                loss.check(rows)
-                weight = loss.total_weight(rows) if normaliser is None else 0.0
-        ranks.same(settings)
-        if ranks.data_size == 1:
-            return rows, 0.0
-        by_rank = ranks.per_data_rank(ranks.exchange((sent, weight)))
-        everyone = None if sent is None else [row for own, _ in by_rank for row in own or ()]
-        return everyone, sum(weight for _, weight in by_rank)
 
     def _check_tree(self, tree: TokenTree) -> None:
         """Raise DataError for rows that the model cannot read."""
-        check_batch(tree, self.capabilities)
+        check_batch(tree, self.prepared.capabilities)
         if tree.experts is not None:
             from treetrain.engine.extensions.experts import check_recorded
 
-            check_recorded(tree, self.capabilities.experts)
+            check_recorded(tree, self.prepared.capabilities.experts)
 
     def _plan_step(self, step: Step, *, sync: bool, balance: "RouterBalance | None") -> tuple[Step, Plan, Reduces]:
         """Plan this rank's passes, and say which backwards reduce sharded gradients."""
@@ -417,7 +369,7 @@ class TreeEngine:
                     "the balance of the routers": routers,
                 }
             )
-        if self.collective:
+        if self.sharing.collective:
             from treetrain.engine.extensions.sharded import plan_together
 
             # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
@@ -432,10 +384,10 @@ class TreeEngine:
 
         A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
         """
-        budget, cost = self.budget, self.prepared.cost
+        budget, cost = self.prepared.budget, self.prepared.cost
         if not self.merge or self.balanced or isinstance(budget, Bytes) or cost is None or plan.num_parts < 2:
             return tree, plan
-        if linear_work(tree).tokens > WORTH_A_LOOK * plan.layout.num_tokens:
+        if int(tree.trained_edges()[1].sum()) > WORTH_A_LOOK * plan.layout.num_tokens:
             return tree, plan
         rows = build_tree(tree.trajectories, merge=False)
         layout = pack(rows, rows.trained_edges()[0] > 0)
@@ -448,13 +400,17 @@ class TreeEngine:
         self, step: Step, plan: Plan, reduces: Reduces, balance: "RouterBalance | None", rollback: Rollback
     ) -> StepResult:
         """Accumulate the gradients of this rank's part of a step."""
-        model, scale = self.prepared, self.capabilities.auxiliary * self.ranks.data_size
+        model, scale = self.prepared, self.prepared.capabilities.auxiliary * self.ranks.data_size
         attach = functools.partial(
             model.extensions, step.batch.tree, balanced=self.balanced, whole=balance, scale=scale, reduces=reduces
         )
         if step.loss.scope == "batch":
+            from treetrain.engine.score import Scoring, run_batch_loss
+
             scoring = Scoring(model, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
-            total, sums = self._compare(step, scoring, reduces, scale, rollback)
+            total, sums = run_batch_loss(
+                step.loss, step.normaliser, step.batch, step.rows, scoring, scale, reduces, rollback
+            )
             parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
             added = scoring.added_loss
         else:
@@ -462,7 +418,7 @@ class TreeEngine:
                 with attempt:
                     extensions = attach()
                     total, sums = self._stream(step, attempt, extensions)
-            counts, added = attempt.counts, added_loss(extensions) if extensions else None
+            counts, added = attempt.counts, instance_of(LossExtension, extensions)
             parts, without_graph, attention = counts.parts, counts.tokens_without_graph, counts.attention
         if added is not None:
             total, sums = added.added_to(total, sums)
@@ -483,66 +439,31 @@ class TreeEngine:
         batch, loss, normaliser = step.batch, step.loss, step.normaliser
         table = model.table(batch.layout, entropy="entropies" in loss.needs)
 
-        def train(gradients: KnownGradients) -> None:
-            passes = self.passes_type(model, extensions, counts, table, gradients)
-            Executor(plan, passes, gradients=True).train()
-
-        has_passes = plan.num_parts > 0 or self.collective
-        added = added_loss(extensions) if extensions else None
+        has_passes = plan.num_parts > 0 or self.sharing.collective
+        added = instance_of(LossExtension, extensions)
         if has_passes and added is not None and plan.num_parts > 1 and not added.known:
             first = self.passes_type(model, extensions, counts, None)
             Executor(plan, first, gradients=False).score()
             added.settle()
+        facts = coefficients = None
         if has_passes and "entropies" not in loss.needs:
-            logprobs, facts = table.logprobs, batch.facts(table.logprobs)
-            if (coefficients := loss.coefficients(facts)) is not None:
-                train(KnownGradients(table, sum_by_place(logprobs, batch.edges, coefficients) / normaliser))
-                with torch.no_grad():
-                    total, sums = loss.packed(batch.at_edges(logprobs), None, facts, None)
-                return total / normaliser, sums
-        streamed = StreamedGradients(table, batch, loss, normaliser)
+            facts = batch.facts(table.logprobs)
+            coefficients = loss.coefficients(facts)
+        if coefficients is not None:
+            known = sum_by_place(table.logprobs, batch.edges, coefficients) / normaliser
+            gradients = KnownGradients(table, known)
+        else:
+            gradients = StreamedGradients(table, batch, loss, normaliser)
         if has_passes:
-            train(streamed)
-        streamed.finish()
-        return streamed.total, streamed.sums
-
-    def _compare(
-        self, step: Step, scoring: Scoring, reduces: Reduces, scale: float, rollback: Rollback
-    ) -> tuple[Any, Metrics]:
-        """Run a batch-scope loss: all trajectories are scored, on every rank, before the first backward.
-
-        Every rank evaluates the loss on the rows of all ranks, and runs backward from its own predictions.
-        """
-        ranks, batch, table = self.ranks, step.batch, scoring.forward()
-        own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
-        own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
-        of_ranks: list[Any] = [own]
-        if ranks.data_size > 1:
-            on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
-            of_ranks = ranks.per_data_rank(ranks.exchange(on_host))
-        used, *columns = zip(*of_ranks)
-        # A rank without rows may have no values.
-        present = [[x for x in column if x is not None] for column in columns]
-        logprobs, entropies, values = (torch.cat(x).to(table.device) if x else None for x in present)
-        assert logprobs is not None
-        everything = np.arange(len(logprobs))
-        rows = batch.rows if ranks.data_size == 1 else step.rows
-        selection = Selection(rows=rows, used=np.concatenate(used), edges=everything, edge_rows=everything)
-        total, sums, gradients = evaluate_gradients(step.loss, step.normaliser, selection, logprobs, entropies, values)
-        ranks.exchange(None)  # the loss may fail on one rank; the others would wait for it in the first backward
-        before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
-        edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
-        scoring.backward(
-            sum_by_place(table.logprobs, batch.edges, edges),
-            None
-            if table.entropies is None or entropy is None
-            else sum_by_place(table.entropies, batch.edge_rows, entropy),
-            None if table.values is None or value is None else sum_by_place(table.values, batch.edge_rows, value),
-            scale,
-            reduces,
-            rollback,
-        )
-        return (total, sums) if ranks.data_rank == 0 else (0.0, {})
+            passes = self.passes_type(model, extensions, counts, table, gradients)
+            Executor(plan, passes, gradients=True).train()
+        if isinstance(gradients, StreamedGradients):
+            gradients.finish()
+            return gradients.total, gradients.sums
+        assert facts is not None
+        with torch.no_grad():
+            total, sums = loss.packed(batch.at_edges(table.logprobs), None, facts, None)
+        return total / normaliser, sums
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> "RouterBalance":
         """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.
@@ -557,12 +478,13 @@ class TreeEngine:
             model.capabilities = model.check()
             tree = self.tree_of(trajectories)
             self._check_tree(tree)
-            if self.capabilities.experts is None:
+            if self.prepared.capabilities.experts is None:
                 raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
             layout = pack(tree, trim=False)
-            ranks.exchange(None)
-            self.sharing.check_rows(ranks, layout)
-            for attempt in model.tries(self.plan_of(layout)):
+            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
+            plan = self.plan_of(layout)
+            ranks.exchange(None)  # all ranks have a plan, or none runs a pass
+            for attempt in model.tries(plan):
                 with attempt:
                     extensions = model.extensions(tree, balanced=True)
                     passes = self.passes_type(model, extensions, attempt.counts, None)
@@ -582,7 +504,7 @@ class TreeEngine:
         rewards: bool = False,
         statistics: bool = False,
         mask: Sequence[Any] | None = None,
-    ) -> Scored:
+    ) -> "Scored":
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
 
         Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. If the graphs of all
@@ -623,7 +545,7 @@ class TreeEngine:
         entropies: bool = False,
         statistics: bool = False,
         mask: Sequence[Any] | None = None,
-    ) -> Scored:
+    ) -> "Scored":
         """Run the batch as a tree; see `score`.
 
         Args:
@@ -632,6 +554,8 @@ class TreeEngine:
             values: the values of predictions, of every token's state, or of every row.
             in_autograd: whether gradients go through autograd, and not through `Scored.backward`.
         """
+        from treetrain.engine.score import Scored, Scoring, States
+
         model, ranks = self.prepared, self.sharing.passes_with
         with ranks.together(name):
             capabilities = model.check()
@@ -640,12 +564,12 @@ class TreeEngine:
             if in_autograd:
                 self._check_live(name)
             if model.live:
-                self.sharing.check_hooks(self.parameters)
+                self.sharing.check_hooks(self.prepared.parameters)
             tree = self.tree_of(rows)
             self._check_tree(tree)
             reads: Batch | States
             if values == "rewards":
-                layout, last = last_states(tree, self.capabilities)
+                layout, last = last_states(tree, self.prepared.capabilities)
                 reads = States(last, None)
             elif values == "states":
                 offsets, index = tree.paths()
@@ -653,13 +577,14 @@ class TreeEngine:
             else:
                 reads = Batch.of(tree, weighted=False, every_token=self.balanced, mask=predictions_of(tree, mask))
                 layout = reads.layout
-            ranks.exchange(None)
-            self.sharing.check_rows(ranks, layout)
+            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
+            plan = self.plan_of(layout)
+            ranks.exchange(None)  # all ranks have a plan, or none runs a pass
             tokens = isinstance(reads, Batch)
             attach = functools.partial(model.extensions, tree, balanced=tokens and self.balanced)
             scoring = Scoring(
                 model,
-                self.plan_of(layout),
+                plan,
                 attach,
                 entropy=entropies and tokens,
                 statistics=statistics and tokens,
@@ -696,9 +621,9 @@ class TreeEngine:
         if self.balanced:
             why = (
                 "lack the gradient of the routers' auxiliary loss, which the model's configuration asks for "
-                f"(output_router_logits=True, router_aux_loss_coef={self.capabilities.auxiliary:g})"
+                f"(output_router_logits=True, router_aux_loss_coef={self.prepared.capabilities.auxiliary:g})"
             )
-        elif self.collective:
+        elif self.sharing.collective:
             why = "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
         elif several and self.sharing.has_own_rows:
             why = (
@@ -714,7 +639,7 @@ class TreeEngine:
 
     def _layers_checked(self) -> AbstractContextManager[None]:
         """Around a call: check adapters, hooks and forwards of users that have not been checked before."""
-        if self._accepted == (self.prepared.state, torch.is_grad_enabled()) and not self.collective:
+        if self._accepted == (self.prepared.fingerprint, torch.is_grad_enabled()) and not self.sharing.collective:
             return nullcontext()
         return self._layers_tried()
 
@@ -726,4 +651,4 @@ class TreeEngine:
         with token_mixing_checked(self.prepared) as unseen:
             yield
         if not unseen:
-            self._accepted = self.prepared.state, graph
+            self._accepted = self.prepared.fingerprint, graph

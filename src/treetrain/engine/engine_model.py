@@ -10,18 +10,17 @@ import torch
 from torch import nn
 
 from treetrain.engine import lm_head
-from treetrain.engine.costs import cost_if_countable, cost_of
-from treetrain.engine.deferred import DeferredGradient
 from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.ranks import Sharing
-from treetrain.models.capability import Capabilities, check_model, fingerprint, model_device
+from treetrain.models.capability import Capabilities, Fingerprint, check_model, fingerprint, model_device
 from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
+from treetrain.planning.scored_first import FINER, MOST_PARTS, keeping_most
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
@@ -33,11 +32,6 @@ LAST_RESORT_TOKENS = 256
 PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
 """For a model that cannot be counted: the fixed cost of a pass in tokens, and a forward's share of a step. Every plan
 within a budget is exact, so a wrong guess costs time only."""
-
-
-def wide_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of log-probabilities and entropies: float32, or float64 for a float64 model."""
-    return torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
 
 
 def plan_of_any_model(layout: PackedLayout, budget: int | None, device: torch.device) -> Plan:
@@ -79,24 +73,31 @@ class EngineModel:
         self.compile_layers = compile_layers
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         """See `compiled_layers`."""
-        self.state: object = None
-        """The fingerprint of the model as it was checked last."""
+        self.fingerprint = Fingerprint([], [], [])
+        """That of the latest call."""
         self._cost: tuple[object, CostModel | None] = None, None
+        self.device: torch.device
+        """The device that the model takes its input on."""
+        self.wide_dtype: torch.dtype
+        """The dtype of log-probabilities and entropies: float32, or float64 for a float64 model."""
+        self.free: int | None = None
+        """Bytes that plans of the current call may use; ranks that run the same plan agree on them. None with a budget
+        in bytes."""
         self.capabilities = self._all = self.check()
         """The part of the model's capabilities that the current call asks for."""
 
     def check(self) -> Capabilities:
-        """Check the model if it has changed since the last call: a dropout may have been switched on."""
+        """Check the model if it has changed since the last call (a dropout may have been switched on), and read how
+        much memory is free."""
         now = fingerprint(self.model, self.value_head)
-        if now != self.state:
+        if now.settings != self.fingerprint.settings:
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
-            self.state, self._cost = now, (None, None)
+            self._cost = None, None
+        self.fingerprint = now
+        self.device = model_device(self.model)
+        self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
+        self.free = None if isinstance(self.budget, Bytes) else self.free_bytes()
         return self._all
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model takes its input on."""
-        return model_device(self.model)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -111,10 +112,8 @@ class EngineModel:
 
     def table(self, layout: PackedLayout, *, entropy: bool, statistics: bool = False) -> ScoreTable:
         """An empty table for the scores of a layout."""
-        dtype = wide_dtype(self.model)
-        return ScoreTable(
-            layout.num_edges, len(layout.rows), dtype, self.device, entropy=entropy, statistics=statistics
-        )
+        sizes = layout.num_edges, len(layout.rows)
+        return ScoreTable(*sizes, self.wide_dtype, self.device, entropy=entropy, statistics=statistics)
 
     # ---- plans
 
@@ -125,27 +124,27 @@ class EngineModel:
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
         key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
         if self._cost[0] != key:
+            from treetrain.engine.costs import cost_if_countable  # once for a model
+
             self._cost = key, cost_if_countable(self.model)
         return self._cost[1]
 
-    def plan(self, layout: PackedLayout, budget: int | Bytes | None, *, free: int | None = None) -> Plan:
-        """The fastest plan within a budget.
-
-        Args:
-            budget: tokens, bytes, or None for what the device has free.
-            free: bytes that the device has free, where there is no budget; None if that is unknown.
+    def plan(self, layout: PackedLayout, budget: int | Bytes | None) -> Plan:
+        """The fastest plan within a budget: tokens, bytes, or None for what the device has free.
 
         Raises:
             ValueError: bytes that no plan fits into.
             UnsupportedModel: bytes, and a model that cannot be counted.
         """
         if isinstance(budget, Bytes):
+            from treetrain.engine.costs import cost_of
+
             return make_plan(layout, self.cost or cost_of(self.model), budget=budget)
         cost = self.cost
         if cost is None:
             return plan_of_any_model(layout, budget, self.device)
         try:
-            return make_plan(layout, cost, budget=budget, free_bytes=free)
+            return make_plan(layout, cost, budget=budget, free_bytes=self.free if budget is None else None)
         except ValueError as error:
             if budget is not None:
                 raise
@@ -154,14 +153,16 @@ class EngineModel:
             return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
 
     def free_bytes(self) -> int:
-        """Bytes that plans may use now, minus gradients not yet allocated (``.grad`` is None)."""
-        absent = 0
+        """Bytes that plans of this process may use now, minus gradients not yet allocated (``.grad`` is None)."""
+        free, absent = free_bytes(self.device), 0
+        if self.device.type == "cpu":
+            free //= self.sharing.processes_on_host
         for p in self.parameters:
-            grad = p.grad.beneath if isinstance(p.grad, DeferredGradient) else p.grad
+            grad = getattr(p.grad, "beneath", p.grad)  # of a `DeferredGradient`
             if p.requires_grad and grad is None:
                 own = getattr(p, "_local_tensor", p)  # the part that this process holds of a sharded parameter
                 absent += own.numel() * own.element_size()
-        return self.sharing.usable_bytes(free_bytes(self.device), absent)
+        return max(free - absent, 0)
 
     def has_room(self, plan: Plan, extra: float | None = None) -> bool:
         """Whether a plan's predicted peak fits the budget or free memory; False if the model cannot be counted.
@@ -172,23 +173,40 @@ class EngineModel:
         if self.cost is None:
             return False
         peak = self.cost.peak_bytes(plan)
-        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
-        return peak <= room if extra is None else MEMORY_MARGIN * (peak + extra) <= room
+        room = self.budget.count if isinstance(self.budget, Bytes) else self.free
+        return room is not None and (peak <= room if extra is None else MEMORY_MARGIN * (peak + extra) <= room)
 
-    def keeps_graphs(self, plan: Plan) -> bool:
-        """Whether the graphs of all parts fit at once, into the budget or into free memory."""
+    def scored_first(self, plan: Plan) -> Plan | None:
+        """The plan for a loss that is known after all parts are scored, with the graphs kept that fit until then.
+
+        They fit into the budget or into free memory. None if the caches of all parts do not fit.
+        """
+        whole = plan.scored_first()
         if plan.num_parts <= 1:
-            return True
-        kept = plan.with_all_kept()
-        return kept.peak_tokens <= self.budget if isinstance(self.budget, int) else self.has_room(kept)
+            return whole
+        tokens, cost = self.budget if isinstance(self.budget, int) else None, self.cost
+        if whole.peak_tokens <= tokens if tokens is not None else self.has_room(whole):
+            return whole
+        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
+        found = [keeping_most(plan, cost, tokens=tokens, room=room)]
+        if cost is not None:
+            smaller = plan
+            for share in FINER:
+                if smaller.num_parts > MOST_PARTS:
+                    break
+                most = max((tokens or plan.peak_tokens) // share, 1)
+                smaller = replace(partition(plan.layout, most, cost.seconds), purpose=plan.purpose)
+                found.append(keeping_most(smaller, cost, tokens=tokens, room=room))
+        plans = [each for each in found if each is not None]
+        return min(plans, key=cost.seconds if cost is not None else lambda each: each.recomputed_tokens, default=None)
 
     def keeps_logits(self, plan: Plan) -> bool:
-        """Whether the logits of all scored rows fit in addition to the graphs of a plan, with room to spare.
+        """Whether the logits of kept parts fit in addition to the graphs of a plan, with room to spare.
 
         Keeping them saves a second product of the head's matrix with every row.
         """
-        logits = len(plan.layout.rows) * self.capabilities.vocab_size * wide_dtype(self.model).itemsize
-        return self.has_room(plan, extra=logits)
+        rows = int(plan.kept[plan.part_of[plan.layout.rows]].sum())
+        return self.has_room(plan, extra=rows * self.capabilities.vocab_size * self.wide_dtype.itemsize)
 
     def keeps_gradients(self, plan: Plan) -> bool:
         """Whether unsharded gradients fit in addition to a plan, with room to spare, until the step's last backward.
@@ -196,13 +214,9 @@ class EngineModel:
         Where weights are sharded, they are then reduced once instead of after every part.
         """
         trained = sum(p.numel() for p in self.parameters if p.requires_grad)
-        return self.has_room(plan, extra=trained * wide_dtype(self.model).itemsize)
+        return self.has_room(plan, extra=trained * self.wide_dtype.itemsize)
 
     # ---- runs
-
-    def rollback(self) -> Rollback:
-        """The `Rollback` of a step that starts now."""
-        return Rollback(self.parameters, self.sharing)
 
     def tries(self, plan: Plan, rollback: Rollback | None = None) -> Iterator[Try]:
         """Tries of a plan, and of smaller ones while memory runs out; see `memory.tries`."""
@@ -273,4 +287,4 @@ class EngineModel:
 
             if not any(isinstance(extension, HooksOnce) for extension in extensions):
                 place = sum(not extension.within_hooks for extension in extensions)
-                extensions.insert(place, HooksOnce(self.parameters))
+                extensions.insert(place, HooksOnce(self.parameters, self.sharing.shards(self.parameters)))

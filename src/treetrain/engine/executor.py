@@ -15,21 +15,52 @@ adds them.
 Slots of the cache are allocated on the way down and freed on the way up, like a stack.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Int64
 
-from treetrain.engine.memory import PassCounts
-from treetrain.engine.part import Part
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import KVCache
-from treetrain.tree.layout import cut
+from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
+from treetrain.tree.layout import Piece, cut
 
 Output = TypeVar("Output")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens of one pass, and the path that they continue."""
+
+    piece: Piece
+    """The tokens as a layout of their own."""
+    tokens: Int64[np.ndarray, " n"]
+    """Indices of the tokens in the plan's layout."""
+    attach: int
+    """The token of the plan's layout that they continue; -1 where they start at roots."""
+    cache: KVCacheView | None
+    """The keys and values of the path, and where to put those of the part; None if there are neither."""
+    graph: bool
+    """Whether a backward follows."""
+
+
+@dataclass
+class PassCounts:
+    """Counts the passes of one try of a step."""
+
+    parts: int = 0
+    """Parts that ran forward with graph."""
+    tokens_without_graph: int = 0
+    alive: int = 0
+    """Tokens that are being computed, or whose graph is alive."""
+    backward_begun: bool = False
+    """Whether a backward has started, so that an error leaves incomplete gradients."""
+    attention: Counter[str] = field(default_factory=Counter)
+    """Attention calls of forwards, by backend."""
 
 
 class PartRunner(Protocol[Output]):
@@ -91,19 +122,27 @@ class Executor(Generic[Output]):
                     self._forward(part, plan.tokens(part), graph=False)
 
     def forward_all(self) -> None:
-        """Run all parts forward, and keep their graphs for `backward_all`. The plan must keep all parts."""
+        """Run all parts forward, and keep the graphs of those that the plan keeps for `backward_all`."""
         plan = self._plan
         with self._passes(graph=True, backward=False):
             # Parts are numbered depth first, so the parts above have run. No slot of the cache is released.
             for part in range(plan.num_parts):
                 self._allocate(part, plan.exported_tokens(part))
-                self._alive[part] = self._forward(part, plan.tokens(part), graph=True)
+                run = self._forward(part, plan.tokens(part), graph=bool(plan.kept[part]))
+                if plan.kept[part]:
+                    self._alive[part] = run
+                del run
 
     def backward_all(self) -> None:
-        """Run the backwards of `forward_all`, last part first, so that all parts below a part precede it."""
+        """Run all parts backward, last part first, so that all parts below a part precede it.
+
+        Parts whose graph was not kept run forward again, against the cache that their first forward has filled.
+        """
         with self._passes(graph=True, backward=True):
-            while self._alive:
-                self._backward(*self._alive.popitem()[1])
+            for part in reversed(range(self._plan.num_parts)):
+                if not self._plan.kept[part]:
+                    self._alive[part] = self._forward(part, self._plan.tokens(part), graph=True)
+                self._backward(*self._alive.pop(part))
 
     def train(self) -> None:
         """Run all parts forward and backward."""

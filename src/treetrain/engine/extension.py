@@ -13,19 +13,52 @@ The life of an extension, which belongs to one call, or to one try where memory 
         before_backward
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from jaxtyping import Int64
 from torch import Tensor
 
+from treetrain.engine.executor import Part
 from treetrain.engine.facts import Metrics
-from treetrain.engine.lm_head import Scores
-from treetrain.engine.part import ModelPass
+from treetrain.engine.lm_head import ScoreRequest, Scores
+from treetrain.models.tree_mode import AttentionBackend
 from treetrain.planning.plan import Plan
 
 Reduces = Literal["each", "last", "never"]
 """The backwards of a run that reduce gradients over processes."""
+
+
+class LayoutArrays(NamedTuple):
+    """The numbers of a layout that a model reads, int64, on the host."""
+
+    ids: Int64[np.ndarray, " N"]
+    positions: Int64[np.ndarray, " N"]
+    rows: Int64[np.ndarray, " R"]
+    edge_row: Int64[np.ndarray, " E"]
+    targets: Int64[np.ndarray, " E"]
+
+
+@dataclass
+class ModelPass:
+    """Everything that one forward of a model reads. Extensions may change it before the forward."""
+
+    part: Part
+    arrays: LayoutArrays
+    attention: AttentionBackend
+    request: ScoreRequest
+    scores: bool
+    """Whether edges are scored; False runs the layers alone, for their keys and values."""
+    idle: bool = False
+    """Whether the pass only accompanies those of other processes, and adds nothing to the result."""
+    keywords: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the model's forward."""
+    extras: list[object] = field(default_factory=list)
+    """Objects that extensions pass to the layers of the model and to one another, such as a `RouterPass`; see
+    `tree_mode.instance_of`."""
 
 
 class Extension:
@@ -94,8 +127,3 @@ class LossExtension(Extension):
     def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
         """A step's loss and metrics with this loss added."""
         raise NotImplementedError
-
-
-def added_loss(extensions: Sequence[Extension]) -> LossExtension | None:
-    """The extension that adds a loss of the model's own; None if there is none."""
-    return next((x for x in extensions if isinstance(x, LossExtension)), None)

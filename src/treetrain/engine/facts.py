@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from treetrain.data.columns import GIVEN
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import GIVEN, Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
 

@@ -17,7 +17,7 @@ Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from treetrain.device_arrays import on_device
+from treetrain.device_arrays import CHECKED, on_device
 from treetrain.errors import UnsupportedModel
-from treetrain.kernel_checks import failure_of, relative_error
 from treetrain.models.capability import IDENTITY, Capabilities, LogitMap
-from treetrain.models.tree_mode import replaced_forward
+from treetrain.models.tree_mode import replaced
 from treetrain.planning.cost import head_chunk_rows
-from treetrain.softmax_attention.attention import CHECKED, why_not
+from treetrain.softmax_attention.attention import why_not
 
 ENVIRONMENT = "TREETRAIN_HEAD"
 KERNELS = ("torch", "triton")
@@ -118,11 +117,11 @@ def without_logprobs(hidden: Float[Tensor, "N D"], edges: Edges) -> Scores:
 # which is added to ``.grad`` at the end. No hook of the parameters sees that; the executor runs them on the result.
 
 
+@dataclass(eq=False)
 class GradientBuffers:
     """The gradients of embedding and head, summed over parts."""
 
-    def __init__(self) -> None:
-        self._totals: dict[Tensor, Tensor] = {}
+    _totals: dict[Tensor, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -163,7 +162,7 @@ class GradientBuffers:
             def forward(ids: Tensor) -> Tensor:
                 return _Embed.apply(embedding.weight, ids, embedding.padding_idx, self)  # type: ignore[return-value]
 
-            with replaced_forward(embedding, forward):
+            with replaced(embedding, forward=forward):
                 yield
         self.deliver()
 
@@ -296,21 +295,12 @@ class HeadCall(NamedTuple):
     carrier: Tensor
     version: int
     """The version of the carrier when it was returned."""
-    logit_map: LogitMap
-    pooled: bool = False
-    """Whether the model keeps the value of one token only."""
 
-    def is_as_declared(self, logits: Tensor) -> bool:
-        """Whether the model applied exactly its logit map to the carrier, bit for bit."""
-        if self.pooled:
-            return logits.shape == (1, 1) and bool((self.carrier == logits).any())
-        if not self.carrier.is_inference() and self.carrier._version != self.version:
-            return False  # changed in place: the scores may be wrong
-        if self.logit_map is IDENTITY:
-            return logits is self.carrier
-        with torch.no_grad():
-            expected = self.logit_map(self.carrier)
-        return logits.dtype == expected.dtype and torch.equal(logits, expected)
+
+def _is_alias(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, or the same numbers in the same memory, as hooks that hand an output on leave it."""
+    kinds = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (one, other)]
+    return one is other or kinds[0] == kinds[1]
 
 
 @contextmanager
@@ -323,8 +313,8 @@ def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest
     calls: list[HeadCall] = []
     original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
     # A head whose forward has already been replaced may compute more than its matrix product.
-    replaced = "forward" in vars(capabilities.head) and request.vocabulary is None
-    fused = capabilities.head_is_linear and not replaced
+    is_replaced = "forward" in vars(capabilities.head) and request.vocabulary is None
+    fused = capabilities.head_is_linear and not is_replaced
 
     def forward(hidden: Tensor) -> Tensor:
         if hidden.dim() != 3:
@@ -361,11 +351,34 @@ def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest
             carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
         carrier = carrier if request.carrier_dtype is None else carrier.to(request.carrier_dtype)
         version = 0 if carrier.is_inference() else carrier._version
-        calls.append(HeadCall(scores, carrier, version, logit_map, scalar is not None and scalar.pooled))
+        calls.append(HeadCall(scores, carrier, version))
         return carrier
 
-    with replaced_forward(capabilities.head, forward):
+    with replaced(capabilities.head, forward=forward):
         yield calls
+
+
+def check_head(model: nn.Module, capabilities: Capabilities, calls: list[HeadCall], logits: Tensor) -> None:
+    """Raise UnsupportedModel unless the model called its head once and applied exactly its logit map to the carrier."""
+    scalar, logit_map = capabilities.scalar, capabilities.logit_map
+    pooled = scalar is not None and scalar.pooled  # the model keeps the value of one token only
+    if len(calls) == 1:
+        carrier = calls[0].carrier
+        if pooled:
+            if logits.shape == (1, 1) and bool((carrier == logits).any()):
+                return
+        elif carrier.is_inference() or carrier._version == calls[0].version:  # else scores may have changed in place
+            with torch.no_grad():
+                expected = carrier if logit_map is IDENTITY else logit_map(carrier)
+            same = _is_alias(logits, carrier) if logit_map is IDENTITY else torch.equal(logits, expected)
+            if same and logits.dtype == expected.dtype:
+                return
+    declared = "at a row's last token" if pooled else str(logit_map)
+    raise UnsupportedModel(
+        f"{type(model).__name__} does not return what its head gives, {declared} (so its configuration says): it was "
+        f"called {len(calls)} times, or its logits are scaled, capped, cut or cast otherwise afterwards; such a head "
+        "is not supported."
+    )
 
 
 # ---- the softmax of a chunk
@@ -543,6 +556,8 @@ def self_checked(chosen: type[PlainChunk], dtype: torch.dtype, device: torch.dev
     """
     if chosen is not TritonChunk or device.type not in CHECKED:
         return chosen
+    from treetrain.kernel_checks import failure_of
+
     errors = partial(_errors_of_kernels, dtype, device)
     failure = failure_of("the LM head's Triton kernel", (str(device),), dtype, errors)
     if failure is not None and os.environ.get(ENVIRONMENT) == "triton":
@@ -552,6 +567,8 @@ def self_checked(chosen: type[PlainChunk], dtype: torch.dtype, device: torch.dev
 
 def _errors_of_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Relative errors of `TritonChunk` on a few rows, against `PlainChunk` in float64."""
+    from treetrain.kernel_checks import relative_error
+
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(5, 5000, generator=generator)).to(device, dtype)
     by_edge, by_entropy = (torch.randn(n, generator=generator).to(device) for n in (7, 5))
@@ -621,6 +638,8 @@ class _LinearHead:
         self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
         self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
         self._type = self_checked(chunk_type(compute, rows.device, bias, settings.scaling), compute, rows.device)
+        vocabulary = settings.request.vocabulary  # ranks exchange numbers at every chunk: all have the same chunks
+        self.vocab_size = len(weight) if vocabulary is None else vocabulary.width
         self._buffered = buffers is not None
         self._by_rows = self._by_weight = self._by_bias = None
         if any(needs):
@@ -628,11 +647,6 @@ class _LinearHead:
             if needs[1]:
                 self._by_weight = torch.zeros_like(weight, dtype=wide) if buffers is None else buffers.total(weight)
             self._by_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
-
-    def chunks(self) -> Iterator[_Chunked]:
-        vocabulary = self._settings.request.vocabulary  # ranks exchange numbers at every chunk: all have the same
-        size = len(self._weight) if vocabulary is None else vocabulary.width
-        return _chunks(self._settings.edges, size, self._rows.device)
 
     def logits(self, chunk: _Chunked) -> PlainChunk:
         settings, vocabulary = self._settings, self._settings.request.vocabulary
@@ -705,7 +719,7 @@ class _LinearScores(torch.autograd.Function):
             head = _LinearHead(
                 rows, weight, bias, settings, backward=kept is not None or known is not None, needs=needs
             )
-            for chunk in head.chunks():
+            for chunk in _chunks(settings.edges, head.vocab_size, rows.device):
                 logits = head.logits(chunk)
                 own = lse[chunk.rows] = logits.log_sum_exp()
                 logprobs[chunk.edges] = logits.at(chunk.own) - own[chunk.own.row]
@@ -739,7 +753,7 @@ class _LinearScores(torch.autograd.Function):
         rows, weight, bias, lse, entropies = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
             head = _LinearHead(rows, weight, bias, settings, backward=True, needs=ctx.needs_input_grad[:3])
-            for number, chunk in enumerate(head.chunks()):
+            for number, chunk in enumerate(_chunks(settings.edges, head.vocab_size, rows.device)):
                 if kept is None:
                     logits = head.logits(chunk)
                 else:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.data.trajectory import GIVEN, Trajectory
 from treetrain.engine.facts import (
     Facts,
     Metrics,
@@ -98,7 +98,7 @@ Scope = Literal["trajectory", "batch"]
 LossSum = tuple[Tensor, Metrics]
 """The unnormalised sum over some predictions, and metrics."""
 
-FACTS = (*(name for name in PER_TOKEN_FACTS if name != "loss_weights"), "pair", "chosen")
+FACTS = (*GIVEN, "pair", "chosen")
 NEEDS = ("logprobs", "entropies", "predicted_values", *FACTS)
 """Everything that a loss may need: scores of the model and facts of the rows."""
 
@@ -189,7 +189,7 @@ class Loss:
         self,
         logprobs: Float[Tensor, " T"],
         entropies: Float[Tensor, " T"] | None,
-        facts: "Facts",
+        facts: Facts,
         values: Float[Tensor, " T"] | None,
     ) -> LossSum:
         """The unnormalised sum over some predictions, and metrics.
@@ -203,7 +203,7 @@ class Loss:
         """
         raise NotImplementedError
 
-    def coefficients(self, facts: "Facts") -> Float[Tensor, " T"] | None:
+    def coefficients(self, facts: Facts) -> Float[Tensor, " T"] | None:
         """d sum / d logprobs, where it does not depend on the log-probabilities; else None.
 
         The engine can then run the language-model head once per row, forward and backward together.
@@ -239,9 +239,7 @@ class Loss:
             "trained); give loss_weights that are not 0, or rows of two tokens and more"
         )
 
-    def packed(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None = None
-    ) -> LossSum:
+    def packed(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None = None) -> LossSum:
         """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
 
         Args:
@@ -353,9 +351,7 @@ class RowLoss(Loss):
     def normaliser(self, rows: Sequence[Trajectory]) -> float:
         return self.inner.normaliser(rows)
 
-    def packed(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None = None
-    ) -> LossSum:
+    def packed(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None = None) -> LossSum:
         rows = facts.trajectories
 
         def split(flat: Tensor | None) -> list[Any]:
@@ -385,6 +381,8 @@ def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
     Raises:
         TypeError: it cannot be called as a loss; the message says what to do.
     """
+    if isinstance(loss, Loss):
+        return loss
     if isinstance(loss, str):
         raise TypeError(f"loss={loss!r} is a name; pass tt.losses.by_name({loss!r}), or the factory's: tt.losses.sft()")
     if isinstance(loss, Tensor):
@@ -397,8 +395,6 @@ def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
         raise TypeError(f"loss is the class {name}; pass an instance of it, {name}()")
     if not callable(loss):
         raise TypeError(f"loss is {loss!r}, which cannot be called; {PROTOCOL}")
-    if isinstance(loss, Loss):
-        return loss
     unknown = [need for need in _stated_needs(loss) if need not in NEEDS]
     if unknown:
         raise TypeError(f"loss {name} needs {unknown[0]!r}; a loss may need {', '.join(NEEDS)}")

@@ -4,8 +4,8 @@ import os
 import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import nn
 
+from treetrain.engine.executor import PassCounts
 from treetrain.engine.ranks import Sharing
 from treetrain.planning.devices import USABLE
 from treetrain.planning.plan import Plan
@@ -86,21 +87,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(name in message for name in allocators) or ("out of memory" in message and "CUDA" in message)
 
 
-@dataclass
-class PassCounts:
-    """Counts the passes of one try of a step."""
-
-    parts: int = 0
-    """Parts that ran forward with graph."""
-    tokens_without_graph: int = 0
-    alive: int = 0
-    """Tokens that are being computed, or whose graph is alive."""
-    backward_begun: bool = False
-    """Whether a backward has started, so that an error leaves incomplete gradients."""
-    attention: Counter[str] = field(default_factory=Counter)
-    """Attention calls of forwards, by backend."""
-
-
 def callers_level() -> int:
     """The stack level, seen from the caller, of the first frame that is neither ours nor that of a library below us."""
     ours, level, frame = ("treetrain", "torch", "jaxtyping"), 1, sys._getframe(1)
@@ -109,7 +95,7 @@ def callers_level() -> int:
     return level
 
 
-class Rollback:
+class Rollback(AbstractContextManager["Rollback"]):
     """Undoes the gradients of a step that fails within the block, or notes on the error that it cannot.
 
     Args:
@@ -128,9 +114,6 @@ class Rollback:
         elif any(p.grad is not None for p in parameters):
             self.obstacle = "gradients of earlier calls lay in .grad"
 
-    def __enter__(self) -> "Rollback":
-        return self
-
     def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: object) -> None:
         if error is not None:
             self.undo()
@@ -145,16 +128,14 @@ class Rollback:
                 parameter.grad = None
 
 
-class Try:
+@dataclass
+class Try(AbstractContextManager["Try"]):
     """One try of a run; use it as a context manager, which keeps an error of memory to itself."""
 
-    def __init__(self, plan: Plan):
-        self.plan, self.counts = plan, PassCounts()
-        self.error: BaseException | None = None
-        """The error that was raised within the block, if memory ran out."""
-
-    def __enter__(self) -> "Try":
-        return self
+    plan: Plan
+    counts: PassCounts = field(default_factory=PassCounts)
+    error: BaseException | None = None
+    """The error that was raised within the block, if memory ran out."""
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: object) -> bool:
         if error is not None and is_out_of_memory(error):

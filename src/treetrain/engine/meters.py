@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from treetrain.linear_attention.paths import Paths
+from treetrain.linear_attention.paths import Paths, Rule
 from treetrain.planning.cost import WIDE
 from treetrain.softmax_attention.schedule import AttentionSpec
 
@@ -177,15 +177,16 @@ class CountedPaths(Paths):
         self.tally["state"] += (weight.shape[1] - 1) * inputs.shape[1] * (b + max(WIDE, b))
         return super().convolve(layer, inputs, weight)
 
-    def gated_delta(
+    def recur(
         self,
         layer: Any,
+        rule: Rule,
         query: Float[Tensor, "N J K"],
         key: Float[Tensor, "N J K"],
         value: Float[Tensor, "N H V"],
         decay: Float[Tensor, "N H"],
-        beta: Float[Tensor, "N H"],
+        *others: Float[Tensor, "N H"],
     ) -> Float[Tensor, "N H V"]:
         state = value.shape[1] * key.shape[2] * value.shape[2]
         self.tally["state"] += state * 2 * max(WIDE, value.element_size())
-        return super().gated_delta(layer, query, key, value, decay, beta)
+        return super().recur(layer, rule, query, key, value, decay, *others)

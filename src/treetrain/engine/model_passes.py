@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from treetrain.device_arrays import to_device
 from treetrain.engine.engine_model import EngineModel
-from treetrain.engine.extension import Extension
-from treetrain.engine.lm_head import Edges, GradientBuffers, HeadCall, ScoreRequest, Scores, scoring_head
+from treetrain.engine.executor import Part, PassCounts
+from treetrain.engine.extension import Extension, LayoutArrays, ModelPass
+from treetrain.engine.lm_head import Edges, GradientBuffers, ScoreRequest, Scores, check_head, scoring_head
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
-from treetrain.engine.memory import PassCounts
-from treetrain.engine.part import LayoutArrays, ModelPass, Part
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import Capabilities, model_device
-from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
+from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, replaced, tree_attention
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.schedule import Forest
@@ -47,7 +45,7 @@ class ModelPasses:
     Args:
         extensions: outermost first.
         table: gets the scores; None runs the layers without the head.
-        gradients: of the loss by the scores; None if they come later (`gradients` may be set) or never.
+        gradients: of the loss by the scores; None if they come later (`gradients` and `table` may be set) or never.
         keep_logits: whether the head keeps its logits with the graphs.
     """
 
@@ -63,7 +61,7 @@ class ModelPasses:
     ):
         self.counts, self.gradients = counts, gradients
         self.device = model.device
-        self._model, self._extensions, self._table = model, extensions, table
+        self._model, self._extensions, self.table = model, extensions, table
         self._keep_logits = keep_logits
         # Where passes are collective, weights are whole only during a pass; no sum over passes holds their gradients.
         self._buffers = None if model.sharing.collective else GradientBuffers()
@@ -89,7 +87,7 @@ class ModelPasses:
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
         """
-        gradients, table = self.gradients, self._table
+        gradients, table = self.gradients, self.table
         if gradients is not None and not part.graph and not gradients.needs_scores_early:
             table = None  # a prefill, whose scores are computed when its part runs with graph
         request = ScoreRequest(
@@ -102,7 +100,12 @@ class ModelPasses:
         )
         scores = self.run(part, request, score=table is not None)
         if table is not None:
-            self._take(part.piece, scores)
+            take = table.write if gradients is None else gradients.scored
+            try:
+                take(part.piece, scores)
+            except Exception as error:
+                if not any(extension.postpones(error) for extension in self._extensions):
+                    raise
         return scores
 
     def begin(self, plan: Plan, *, gradients: bool) -> None:
@@ -169,7 +172,10 @@ class ModelPasses:
         # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
         # does not; tree attention ignores it.
         keywords = {"attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool).unsqueeze(0), **keywords}
-        with _within_autocast(model):
+        # Accelerate wraps a model's forward in one autocast object, which stores the state to restore. A call of the
+        # engine within a call of the model would enter that object twice, and autocast would stay on for good.
+        inner = vars(model).get("_original_forward") if torch.is_autocast_enabled(device.type) else None
+        with nullcontext() if inner is None else replaced(model, forward=inner):
             outputs = model(
                 input_ids=layout.input_ids.unsqueeze(0),
                 position_ids=layout.positions.unsqueeze(0),
@@ -199,39 +205,6 @@ class ModelPasses:
                 f"{len(run.layers_seen)} of {layers} layers went through tree attention; the others mix tokens in a "
                 "way that is unknown here and would be silently wrong on a tree."
             )
-
-    def _take(self, piece: Piece, scores: Scores) -> None:
-        take = self._table.write if self.gradients is None else self.gradients.scored  # type: ignore[union-attr]
-        try:
-            take(piece, scores)
-        except Exception as error:
-            if not any(extension.postpones(error) for extension in self._extensions):
-                raise
-
-
-def check_head(model: nn.Module, capabilities: Capabilities, calls: list[HeadCall], logits: Tensor) -> None:
-    """Raise UnsupportedModel unless the model called its head once and returned what the head gave, as declared."""
-    if len(calls) == 1 and calls[0].is_as_declared(logits):
-        return
-    scalar = capabilities.scalar
-    declared = "at a row's last token" if scalar is not None and scalar.pooled else str(capabilities.logit_map)
-    raise UnsupportedModel(
-        f"{type(model).__name__} does not return what its head gives, {declared} (so its configuration says): it was "
-        f"called {len(calls)} times, or its logits are scaled, capped, cut or cast otherwise afterwards; such a head "
-        "is not supported."
-    )
-
-
-def _within_autocast(model: nn.Module) -> AbstractContextManager[None]:
-    """Under autocast, replace a forward that Accelerate has wrapped in autocast by the original one.
-
-    Accelerate wraps a model's forward in one autocast object, which stores the state to restore. A call of the engine
-    within a call of the model would enter that object twice, and autocast would stay on for good.
-    """
-    inner = vars(model).get("_original_forward")
-    if inner is None or not torch.is_autocast_enabled(model_device(model).type):
-        return nullcontext()
-    return replaced_forward(model, inner)
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -120,7 +120,7 @@ def _add_settings(found: dict[tuple[int, str], Any], holder: int, fields: dict[s
 
 def _own_part(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that this rank holds; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
 
 
 def _copy(buffer: Tensor) -> Tensor:
@@ -130,7 +130,8 @@ def _copy(buffer: Tensor) -> Tensor:
 def _checksum(values: Tensor) -> Int64[Tensor, ""]:
     """Sum a tensor's bits as 64-bit integers, which wrap around: several times faster than a sum of floats."""
     if is_traceable_wrapper_subclass(values):  # quantised weights that are several tensors
-        return values.sum(dtype=torch.float64).view(torch.int64)
+        names, _ = values.__tensor_flatten__()  # type: ignore[attr-defined]
+        return torch.stack([_checksum(getattr(values, name)) for name in names]).sum()
     flat = values.detach().reshape(-1)
     count, tail = flat.numel() * flat.itemsize, flat.numel() * flat.itemsize % 8
     if flat.storage_offset() * flat.itemsize % 8:

@@ -12,13 +12,12 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
+from treetrain.engine.engine import checked_temperature
 from treetrain.engine.engine_model import plan_of_any_model
-from treetrain.engine.executor import Executor
+from treetrain.engine.executor import Executor, Part, PassCounts
 from treetrain.engine.lm_head import ScoreRequest, score_edges
 from treetrain.engine.loss_gradients import Batch, predictions_of
-from treetrain.engine.memory import PassCounts
 from treetrain.engine.model_passes import DeviceLayout, layout_arrays
-from treetrain.engine.part import Part
 from treetrain.errors import DataError
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree
@@ -200,8 +199,7 @@ def prediction_logprobs(
     """
     if hidden.dim() != 2 or len(hidden) != packed.num_tokens:
         raise ValueError(f"hidden has shape {list(hidden.shape)}; expected [{packed.num_tokens}, hidden size]")
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
+    temperature = checked_temperature(temperature)
     # Hooks run if the head is called, but not if its weight is read.
     plain = head if isinstance(head, nn.Linear) and type(head) is nn.Linear else None
     if plain is not None and (plain._forward_hooks or plain._forward_pre_hooks or "forward" in vars(plain)):

@@ -3,7 +3,7 @@
 `extensions/process_group.py` has the processes of a group. Why ranks cannot deadlock there, whatever fails on one:
 
 - Ranks wait for one another in `Ranks.exchange`, in collective operations of passes, and in `Ranks.gather`, where no
-  data of one rank can make it fail shortly before (free bytes, averages after a step).
+  data of one rank can make it fail shortly before (when an engine is made, and averages after a step).
 - Every public call runs within `together`. All ranks of a group make the same exchanges in a call, since what decides
   on an exchange (settings, the kind of call) is compared in the first one. `together` ends with one more.
 - A rank that fails between two exchanges makes exactly one more: `together` sends its error in place of a value. The
@@ -40,13 +40,10 @@ class Ranks:
     """Processes; sets of rows that make up a step."""
     rank = data_rank = 0
     """The number of this process; of its rows among the sets of rows."""
+    alone = True
+    """Whether this is the only process."""
     lost = False
     """Whether this process has left a call that the others wait in, so that they cannot be reached any more."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether this is the only process."""
-        return self.size == 1
 
     def together(self, call: str) -> AbstractContextManager[None]:
         """A block in which all ranks fail if one does. `call` names it, in errors."""
@@ -78,6 +75,9 @@ class Ranks:
             RanksDisagree: the error is that another rank has left.
         """
 
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an error of any collective call, if another rank's end has caused it: which rank that is."""
+
     def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the ranks; one that no rank has stays None."""
 
@@ -92,20 +92,19 @@ class Sharing:
     """The processes whose rows make up a step."""
     same_rows = Ranks()
     """The processes among `ranks` that hold the same rows and run the same plan (context or tensor parallel)."""
+    passes_with = Ranks()
+    """The processes that run every pass together with this one: they wait for one another in it."""
     collective = False
     """Whether passes are collective calls, in an order that all ranks share: each holds a shard of the weights."""
     divides_parts = 1
     """The number of processes that divide the tokens of every part; their budgets add up."""
 
+    processes_on_host = 1
+    """The number of processes that share the memory of this host."""
     may_compile = True
     """Whether layers may run compiled: not where they communicate by hooks."""
     has_own_rows = True
     """Whether other processes of the program may hold other rows (not in tensor parallel)."""
-
-    @property
-    def passes_with(self) -> Ranks:
-        """The processes that run every pass together with this one: they wait for one another in it."""
-        return self.ranks if self.collective else self.same_rows
 
     def check_model(self, capabilities: Capabilities) -> None:
         """Raise UnsupportedModel for a model that these processes cannot divide."""
@@ -114,23 +113,26 @@ class Sharing:
         """The extensions of sharing, for a call: those around all others, and those within all others."""
         return [], []
 
-    def check_rows(self, ranks: Ranks, layout: PackedLayout) -> None:
-        """Raise RanksDisagree, on all of these ranks, unless those that run the same plan have the same layout."""
+    def agree_on_plan(self, ranks: Ranks, layout: PackedLayout, free: int | None) -> int | None:
+        """Return the bytes that a plan of this layout may use, from those that this process has free (None: unknown).
+
+        Processes that run the same plan must have the same layout, and get the same bytes. A collective call of these
+        ranks within `Ranks.together`.
+
+        Raises:
+            RanksDisagree: on all of these ranks; some that run the same plan have other layouts.
+        """
+        return free
 
     def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise UnsupportedModel if hooks would see a rank's own gradients, before these are averaged."""
 
+    def shards(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters whose gradients come into ``.grad`` from a reduction over processes, not from autograd."""
+        return []
+
     def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of weights that several ranks hold as a whole, over these ranks."""
-
-    def usable_bytes(self, free: int, absent: int) -> int:
-        """The bytes that a plan may use.
-
-        Args:
-            free: those that the device has free.
-            absent: those of gradients that are not allocated yet.
-        """
-        return max(free - absent, 0)
 
     @property
     def has_unreduced(self) -> bool:

@@ -4,35 +4,46 @@
 has filled their ``.grad``, `Scored.backward` runs these gradients through the tree, once. `treetrain.logprobs`,
 `values` and `rewards` do the same within one autograd node.
 
-`Scoring` runs the passes for all of them and for batch-scope losses. If the graphs of all parts fit into the budget,
-they are kept until backward, and nothing runs twice. Otherwise the parts are scored without graph and run again in
-backward.
+`Scoring` runs the passes for all of them and for batch-scope losses. The graphs that fit into the budget are kept until
+backward, those first that would take longest to make again (`planning/scored_first.py`). The other parts are scored
+without graph and run again in backward.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.engine.deferred import Deferral
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
-from treetrain.engine.extension import Extension, LossExtension, Reduces, added_loss
+from treetrain.engine.extension import Extension, LossExtension, Reduces
+from treetrain.engine.facts import Metrics
 from treetrain.engine.lm_head import Scores
-from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, sum_by_place
+from treetrain.engine.loss import Loss
+from treetrain.engine.loss_gradients import (
+    Batch,
+    KnownGradients,
+    ScoreTable,
+    Selection,
+    evaluate_gradients,
+    sum_by_place,
+)
 from treetrain.engine.memory import Rollback, Try
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.model_state import ModelState
 from treetrain.engine.ranks import Ranks
+from treetrain.models.tree_mode import instance_of
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
 
@@ -60,10 +71,10 @@ class Scoring:
         self.engine, self._attach, self.live = copy(engine), attach, engine.live
         self.plan, self.layout = plan, plan.layout
         if self.live:
-            # Where passes are collective, all ranks keep their graphs, or none does.
-            ranks = engine.sharing.ranks if engine.sharing.collective else Ranks()
-            keeps = all(ranks.exchange(engine.keeps_graphs(plan)))
-            self.plan = plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
+            # Where passes are collective, all ranks keep graphs (each its own choice of parts), or none does.
+            ranks, first = engine.sharing.ranks if engine.sharing.collective else Ranks(), engine.scored_first(plan)
+            keeps = all(ranks.exchange(first is not None))
+            self.plan = first if keeps and first is not None else replace(plan, scores_first="recomputed")
         self.tokens_without_graph, self.attention = 0, Counter[str]()
         self.table = engine.table(plan.layout, entropy=entropy, statistics=statistics)
         self.added_loss: LossExtension | None = None
@@ -90,7 +101,7 @@ class Scoring:
             self._count(attempt)
         else:
             self._extensions = self._attach()
-        self.added_loss = added_loss(self._extensions) if self._extensions else None
+        self.added_loss = instance_of(LossExtension, self._extensions)
         if self.added_loss is not None:
             self.added_loss.settle()
         return self.table
@@ -137,14 +148,15 @@ class Scoring:
 
     def _backward(self, attempt: Try, edges: Tensor, rows: Tensor | None, values: Tensor | None) -> None:
         kept, self._kept = self._kept, None
+        table = self.engine.table(attempt.plan.layout, entropy=rows is not None)  # for parts that run again
+        gradients = KnownGradients(table, edges, rows, values)
         if kept is not None:
             executor, passes = kept
             attempt.counts.alive, passes.counts = passes.counts.alive, attempt.counts
-            passes.gradients = KnownGradients(self.table, edges, rows, values)
-            executor.backward_all()
+            passes.table, passes.gradients = table, gradients
+            with self._autocast():
+                executor.backward_all()
             return
-        table = self.engine.table(attempt.plan.layout, entropy=rows is not None)
-        gradients = KnownGradients(table, edges, rows, values)
         passes = self._passes_type(self.engine, self._extensions, attempt.counts, table, gradients)
         with self._autocast():
             Executor(attempt.plan, passes, gradients=True).train()
@@ -157,6 +169,58 @@ class Scoring:
         self.plan = attempt.plan
         self.tokens_without_graph += attempt.counts.tokens_without_graph
         self.attention.update(attempt.counts.attention)
+
+
+def run_batch_loss(
+    loss: Loss,
+    normaliser: float,
+    batch: Batch,
+    every_row: Sequence[Trajectory],
+    scoring: Scoring,
+    scale: float,
+    reduces: Reduces,
+    rollback: Rollback,
+) -> tuple[Any, Metrics]:
+    """Run a batch-scope loss: all trajectories are scored, on every rank, before the first backward.
+
+    Every rank evaluates the loss on the rows of all ranks, and runs backward from its own predictions.
+
+    Args:
+        batch: this rank's rows.
+        every_row: those of all ranks.
+        scale: of the model's own loss.
+
+    Returns:
+        The loss and its metrics; 0 and none on all ranks but the first.
+    """
+    ranks, table = scoring.engine.sharing.ranks, scoring.forward()
+    own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
+    own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
+    of_ranks: list[Any] = [own]
+    if ranks.data_size > 1:
+        on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
+        of_ranks = ranks.per_data_rank(ranks.exchange(on_host))
+    used, *columns = zip(*of_ranks)
+    # A rank without rows may have no values.
+    present = [[x for x in column if x is not None] for column in columns]
+    logprobs, entropies, values = (torch.cat(x).to(table.device) if x else None for x in present)
+    assert logprobs is not None
+    everything = np.arange(len(logprobs))
+    rows = batch.rows if ranks.data_size == 1 else every_row
+    selection = Selection(rows=rows, used=np.concatenate(used), edges=everything, edge_rows=everything)
+    total, sums, gradients = evaluate_gradients(loss, normaliser, selection, logprobs, entropies, values)
+    ranks.exchange(None)  # the loss may fail on one rank; the others would wait for it in the first backward
+    before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
+    edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
+    scoring.backward(
+        sum_by_place(table.logprobs, batch.edges, edges),
+        None if table.entropies is None or entropy is None else sum_by_place(table.entropies, batch.edge_rows, entropy),
+        None if table.values is None or value is None else sum_by_place(table.values, batch.edge_rows, value),
+        scale,
+        reduces,
+        rollback,
+    )
+    return (total, sums) if ranks.data_rank == 0 else (0.0, {})
 
 
 class States(NamedTuple):
@@ -284,6 +348,12 @@ class Scored:
         for leaf in self.leaves:
             leaf.grad = None
 
+    def zero_gradients(self) -> None:
+        """Give the leaves gradients of zero, so that this rank runs `backward` with others whose leaves have some."""
+        self.drop_gradients()
+        for leaf in self.leaves:
+            leaf.grad = torch.zeros_like(leaf)
+
     def backward(self, *, sync: bool = True) -> None:
         """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
 
@@ -302,7 +372,7 @@ class Scored:
         with ranks.together("Scored.backward"):
             gradients = self._gradients()
             ranks.same({"sync": sync})  # every rank has checked its own before any of them starts
-            with self.deferral.lifted(), engine.rollback() as rollback:
+            with self.deferral.lifted(), Rollback(engine.parameters, sharing) as rollback:
                 self._spent = True
                 self._scoring.backward(*gradients, "each" if sync else "never", rollback)
                 ranks.exchange(None)  # all of them roll back if one has failed

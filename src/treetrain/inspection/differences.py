@@ -5,6 +5,7 @@ several causes are told apart. Each piece has one cause.
 """
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -101,7 +102,7 @@ class Differences:
         return edits
 
     def _pieces(self, row: int, partner: int, gap: Gap) -> Iterator[Gap]:
-        """A gap cut behind a think block at the beginning of one side, and where both agree for a few tokens."""
+        """A gap cut behind a think block or the same text at its beginning, and where both agree for a few tokens."""
         ours, theirs = self._sides(row, partner, gap)
         same = common_prefix(theirs, ours)
         tail = common_prefix(theirs[same:][::-1], ours[same:][::-1])
@@ -113,8 +114,9 @@ class Differences:
         )
         ours, theirs = self._sides(row, partner, Gap(first, last, second, end))
         blocks = [self._block(side) for side in (theirs, ours)]
-        if bool(blocks[0]) != bool(blocks[1]):
-            cut = Gap(first, first + blocks[0], second, second + blocks[1])
+        heads = blocks if bool(blocks[0]) != bool(blocks[1]) else self._same_text(theirs, ours)
+        if any(heads):
+            cut = Gap(first, first + heads[0], second, second + heads[1])
             yield cut
             yield from self._pieces(row, partner, Gap(cut.first_stop, last, cut.second_stop, end))
             return
@@ -133,6 +135,21 @@ class Differences:
         while 0 < stop < len(words) and not words[stop].strip():
             stop += 1
         return stop
+
+    def _same_text(self, theirs: Ids, ours: Ids) -> list[int]:
+        """Tokens of each side that write the same text at its beginning: at least `PIECE` of one, and not of both all.
+
+        An answer that was tokenised again may be written differently later on.
+        """
+        if self.prepared.tokenizer is None:
+            return [0, 0]
+        words = [[self.prepared.word(token) for token in side[: 2 * SHOWN].tolist()] for side in (theirs, ours)]
+        letters = [np.array(list("".join(each).partition("\ufffd")[0])) for each in words]  # whole characters
+        same = common_prefix(*letters)
+        ends = [list(accumulate(map(len, each))) for each in words]
+        end = max((end for end in set(ends[0]).intersection(ends[1]) if end <= same), default=0)
+        counts = [bisect_right(each, end) for each in ends]
+        return [0, 0] if max(counts) < PIECE or counts == [theirs.size, ours.size] else counts
 
     def _cause(self, row: int, partner: int, gap: Gap, *, later: bool) -> str:
         prepared = self.prepared
@@ -202,7 +219,6 @@ class Differences:
         return self._known[name]
 
     def _sides(self, row: int, partner: int, gap: Gap) -> tuple[Ids, Ids]:
-        """The row's tokens and the partner's."""
         ids = self.prepared.ids
         return ids[row][gap.second_start : gap.second_stop], ids[partner][gap.first_start : gap.first_stop]
 

@@ -173,14 +173,13 @@ def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dic
     edges = _edges(low, high + 1, 28)
     counts, _ = np.histogram(values, edges)
     bars = [
-        (count / counts.max(), count / counts.max(), f"{count:,} {counted} of {_range(a, b)} {unit}")
+        (count / counts.max(), count / counts.max(), f"{counted} of {_range(a, b)} {unit}: {count:,}")
         for count, a, b in zip(counts.tolist(), edges.tolist(), edges[1:].tolist())
     ]
     middle, late = np.percentile(values, (50, 95))
     words = f"median {middle:,.0f} {unit}, 95% up to {late:,.0f}, at most {high:,}"
     ticks = [(0, "start", f"{low:,}"), (WIDTH, "end", f"{high:,} {unit}")] if high > low else [(0, "start", f"{low:,}")]
-    most = f"{counts.max():,} {counted}"
-    return {"title": title, "words": words, "bars": bars, "ticks": ticks, "most": most}
+    return {"title": title, "words": words, "bars": bars, "ticks": ticks, "most": f"{counted}: {counts.max():,}"}
 
 
 def _range(start: int, stop: int) -> str:
@@ -194,7 +193,6 @@ def _edges(low: int, stop: int, most: int) -> NDArray[np.int64]:
 
 
 def _by_depth(tree: TokenTree, lengths: NDArray[np.int64]) -> dict[str, Any]:
-    """Tokens in rows and in the tree by depth."""
     longest = int(lengths.max(initial=0))
     edges = _edges(0, longest, 56)
     through = len(lengths) - np.cumsum(np.bincount(lengths, minlength=longest + 1))[:longest]

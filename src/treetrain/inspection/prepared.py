@@ -245,6 +245,5 @@ class Prepared:
 
 
 def _repeats(values: NDArray[Any], value: Any) -> int:
-    """How often a value is repeated at the beginning."""
     other = values != value
     return int(other.argmax()) if other.any() else values.size

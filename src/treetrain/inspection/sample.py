@@ -46,7 +46,7 @@ class Sampler:
         self._progress = progress
         self._threshold = HASHES
         self._prefix = 0  # leading tokens that make rows without group and episode one group
-        self._asked = 0
+        self._asked = self._read = 0  # rows, before they are converted and after: a conversation has several calls
 
     @property
     def share(self) -> float:
@@ -56,7 +56,7 @@ class Sampler:
     def wants(self, group: Hashable, episode: Hashable) -> bool:
         """Whether a row may be in the sample; `tt.load` calls this before it converts the row."""
         self._asked += 1
-        self._progress(self._asked)
+        self._progress(max(self._asked, self._read))
         return (group is None and episode is None) or _hash(episode if group is None else group) < self._threshold
 
     def __call__(self, rows: Iterator[Trajectory]) -> list[Trajectory]:
@@ -67,8 +67,8 @@ class Sampler:
         """
         kept: list[Trajectory] = []
         tokens, most = 0, self._memory_tokens
-        for number, row in enumerate(rows, 1):
-            self._progress(max(self._asked, number))
+        for self._read, row in enumerate(rows, 1):
+            self._progress(max(self._asked, self._read))
             if self._threshold < HASHES and self._place(row) >= self._threshold:
                 continue
             kept.append(row)

@@ -6,28 +6,35 @@ Two variables switch it on, in every process of a run, without a change to verl 
     export VERL_USE_EXTERNAL_MODULES=treetrain.integrations.verl VERL_ENGINE_VENDOR=treetrain
 
 verl then asks this engine for old and reference log-probabilities and for updates. All rows that a process has of a
-mini-batch are one tree; verl's own losses run once over all of them. Critics stay with verl's own engine.
+mini-batch are one tree; verl's own losses run once over all of them. Critics stay with verl's own engine. verl's v1
+trainers send the rows of a prompt to one process.
 """
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import Scored
-from treetrain.errors import UnsupportedModel
+from treetrain.errors import DataError, UnsupportedModel
 
-NOT_ON_A_TREE = ("distillation_use_topk", "distillation_only", "routed_experts", "multi_modal_inputs")
-"""Settings and contents of verl's batches that a tree does not support."""
+NOT_ON_A_TREE = ("distillation_use_topk", "distillation_only")
+"""Settings of verl's batches that a tree does not support."""
 
 
 @EngineRegistry.register(
@@ -38,15 +45,25 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     ``max_token_len_per_gpu`` (or the longest row times ``micro_batch_size_per_gpu``) is the budget of tokens whose
     graph is alive at once. What does not fit is recomputed; no row is left out, however long.
+    The processes of ``ulysses_sequence_parallel_size`` are a context group: they divide the tokens of every part. With
+    ``router_replay.mode=R3``, the experts that the rollout recorded replace the routers' choices.
 
     Raises:
         ValueError: a setting of verl's configuration that cannot be exact on a tree, before the model is loaded.
-        UnsupportedModel: the model, or a batch with images, recorded experts or one temperature per row.
+        UnsupportedModel: the model, or a batch with images or one temperature per row.
+        DataError: recorded experts that are missing or not those of the model.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
         check_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
+        # As in verl's own replay, the reference policy's routers choose for themselves.
+        self.replays = engine_config.router_replay.mode == "R3" and not engine_config.forward_only
+
+    def _init_device_mesh(self) -> None:
+        super()._init_device_mesh()
+        # The tree divides tokens and heads itself; verl's own patches of models do nothing without a group.
+        self.context, self.ulysses_parallel_group = self.ulysses_parallel_group, None
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
@@ -67,7 +84,10 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         torch.distributed.all_reduce(tokens, group=group)
         # A batch that came through Ray is locked once it is on a device.
         tu.assign_non_tensor(
-            data, sp_size=1, dp_size=self.get_data_parallel_size(), batch_num_tokens=int(tokens.item())
+            data,
+            sp_size=self.ulysses_sequence_parallel_size,
+            dp_size=self.get_data_parallel_size(),
+            batch_num_tokens=int(tokens.item()),
         )
         data = data.to(get_device_id())
         asks_for = {name: self._asks(data, name) for name in ("calculate_entropy", "calculate_sum_pi_squared")}
@@ -75,7 +95,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         autocast = torch.autocast(get_device_name(), self._autocast_dtype) if narrow else nullcontext()
         with torch.no_grad() if forward_only else nullcontext(), autocast:
             scored = self._tree_engine(data).score(
-                data["input_ids"].unbind(),
+                rows_of(data, replays=self.replays),
                 entropies=asks_for["calculate_entropy"],
                 statistics=asks_for["calculate_sum_pi_squared"],
                 mask=wanted(data),
@@ -87,6 +107,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         if not forward_only:
             loss.backward()
             scored.backward()  # averages over the ranks, as FSDP2 does
+            metrics["tree/overlap"] = 1 - scored.unique_tokens / scored.flat_tokens
         output = {"loss": loss.detach().item(), "metrics": metrics}
         if forward_only or self._asks(data, "return_model_output"):
             output["model_output"] = detach_tree(model_output)
@@ -97,6 +118,11 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         for name in NOT_ON_A_TREE:
             if self._asks(data, name):
                 raise UnsupportedModel(f"the batch has {name}, which no tree supports yet; unset VERL_ENGINE_VENDOR")
+        if media := extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs") or []):
+            raise UnsupportedModel(
+                f"the batch has multi_modal_inputs ({', '.join(media)}), which no tree of verl's rows supports yet; "
+                "unset VERL_ENGINE_VENDOR"
+            )
         temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
         if len(temperatures) != 1:
             raise UnsupportedModel(
@@ -107,12 +133,40 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
             budget = int(data["max_token_len_per_gpu"])
         else:
             budget = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
-        return TreeEngine(self.module, budget=budget, temperature=temperatures[0])
+        return TreeEngine(self.module, budget=budget, temperature=temperatures[0], context=self.context)
 
     @staticmethod
     def _asks(data: TensorDict, name: str) -> bool:
         value = tu.get(data, name)
         return bool(len(value)) if isinstance(value, Tensor | list) else bool(value)
+
+
+def keep_prompts_together() -> None:
+    """Have verl's v1 trainers send the rows of a prompt, of all its agents, to one process, where they share prefixes.
+
+    By themselves these trainers balance tokens over processes row by row, and so scatter a prompt over all of them.
+    """
+    try:
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    except ImportError:
+        return  # a process without what these trainers need does not run one
+    balance_rows = PPOTrainer._balance_batch
+
+    @functools.wraps(balance_rows)
+    def balance_batch(self: Any, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", **options: Any):
+        batch = balance_rows(self, batch, metrics, logging_prefix, **options)
+        if os.environ.get("VERL_ENGINE_VENDOR") == "treetrain":
+            batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))  # prompt_session_index
+            processes = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+            parts = [part.tolist() for part in np.array_split(np.arange(len(batch)), processes)]
+            lengths = [tag["seq_len"] for tag in batch.tags]
+            metrics.update(log_seqlen_unbalance(lengths, parts, prefix=logging_prefix))
+        return batch
+
+    PPOTrainer._balance_batch = balance_batch
+
+
+keep_prompts_together()
 
 
 def check_settings(model_config: Any, engine_config: Any) -> None:
@@ -121,10 +175,10 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
     mixed = engine_config.mixed_precision or {}
     refused = {
         "strategy": (engine_config.strategy, engine_config.strategy != "fsdp2", "fsdp2"),
-        "ulysses_sequence_parallel_size": (
-            engine_config.ulysses_sequence_parallel_size,
-            engine_config.ulysses_sequence_parallel_size > 1,
-            "1 (max_token_len_per_gpu bounds the memory of long rows)",
+        "router_replay.mode": (
+            engine_config.router_replay.mode,
+            engine_config.router_replay.mode == "R2",
+            "R3 with rollout.enable_rollout_routing_replay=True (the rollout records the experts), or disabled",
         ),
         "mixed_precision.param_dtype": (
             mixed.get("param_dtype"),
@@ -154,6 +208,41 @@ def wanted(data: TensorDict) -> list[Tensor]:
     if mask.is_nested and mask.offsets().equal(rows.offsets()):
         return [row[1:] != 0 for row in mask.unbind()]
     return [torch.ones(n - 1, dtype=torch.bool) for n in lengths]
+
+
+def rows_of(data: TensorDict, *, replays: bool) -> list[Trajectory]:
+    """The rows of a batch, with recorded experts if they are replayed.
+
+    Args:
+        data: jagged ``input_ids`` [K, L_k] and, to replay, jagged ``routed_experts`` [K, L_k, layers, k].
+
+    Raises:
+        DataError: there are no recorded experts, or one per token, where 0 may be an expert or no record.
+    """
+    ids = [row.cpu().numpy() for row in data["input_ids"].unbind()]
+    if not replays:
+        return [Trajectory(row) for row in ids]
+    recorded = data.get("routed_experts", None)
+    if recorded is None:
+        raise DataError(
+            "router_replay.mode=R3, but the batch has no routed_experts; set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or the mode to disabled"
+        )
+    if recorded.shape[-1] < 2:
+        raise DataError(
+            "router_replay.mode=R3 with one expert per token: verl fills routed_experts with 0 where none was "
+            "recorded, which cannot be told from expert 0; set the mode to disabled"
+        )
+    return [
+        Trajectory(row, experts=without_fill(experts.cpu().numpy())) for row, experts in zip(ids, recorded.unbind())
+    ]
+
+
+def without_fill(experts: np.ndarray) -> np.ndarray:
+    """Recorded experts [L, layers, k] with -1 where verl has none: it fills these with zeros, and k experts differ."""
+    ordered = np.sort(experts, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1, keepdims=True)
+    return np.where(twice, -1, experts.astype(np.int64))
 
 
 def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:

@@ -1,20 +1,21 @@
 """Recurrence along the paths of one packed run, as the recurrent layers of a forward call it.
 
-`Paths` runs the convolution of this file and the gated delta rule (`delta_rule.py`, `scans.py`). The recurrent cache
-holds the states that a part passes to the parts below it, and the gradients that come back. Every token of a path has
-keys and values, but one state stands for the whole path down to a token. So states are kept only at tokens where other
-parts attach, one *slot* each. A slot holds what each layer needs to continue (the state of a scan, the last inputs of a
-convolution) and an accumulator of its gradient in float32 (float64 for a float64 model). Autograd sees two functions:
-an entry, whose backward adds to the accumulator, and an export, whose backward reads it.
+`Paths` runs the convolution of this file, and rules: the gated delta rule (`delta_rule.py`) and the state-space dual
+(`state_space.py`), each by tiles or by a kernel (`scans.py`). The recurrent cache holds the states that a part passes
+to the parts below it, and the gradients that come back. Every token of a path has keys and values, but one state stands
+for the whole path down to a token. So states are kept only at tokens where other parts attach, one *slot* each. A slot
+holds what each layer needs to continue (the state of a rule, the last inputs of a convolution) and an accumulator of
+its gradient in float32 (float64 for a float64 model). Autograd sees two functions: an entry, whose backward adds to the
+accumulator, and an export, whose backward reads it.
 
-Shape letters: N tokens, D channels, T taps of a convolution, x exported tokens; J key heads, H value heads, K and V
-sizes of keys and values.
+Shape letters: N tokens, D channels, T taps of a convolution, x exported tokens; J heads of queries and keys, H heads of
+values, K and V sizes of keys and values.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +23,19 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.device_arrays import on_device
-from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
-from treetrain.linear_attention.scans import Scans, kernel_for, scanned_gated_delta
+from treetrain.device_arrays import CHECKED, on_device
+from treetrain.linear_attention.delta_rule import gated_delta
+from treetrain.linear_attention.scans import (
+    GATED_DELTA_KERNEL,
+    STATE_SPACE_KERNEL,
+    Kernel,
+    Scans,
+    scan_for,
+    scanned,
+)
+from treetrain.linear_attention.self_check import failure_of_kernel
+from treetrain.linear_attention.state_space import state_space
+from treetrain.linear_attention.tiles import Tiles
 from treetrain.softmax_attention.kv_cache import RowBuffers
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import Int64s
@@ -231,6 +242,19 @@ def _wide(tensor: Tensor) -> Tensor:
 _NONE = np.zeros(0, np.int64)
 
 
+class Rule(NamedTuple):
+    """How a state follows a path."""
+
+    tiled: Callable[..., tuple[Tensor, Tensor | None]]
+    """Query, key, value, decay, what else the rule takes, tiles and the state before the roots -> output and states
+    of the exported tokens."""
+    kernel: Kernel
+
+
+GATED_DELTA = Rule(gated_delta, GATED_DELTA_KERNEL)
+STATE_SPACE = Rule(state_space, STATE_SPACE_KERNEL)
+
+
 class Exchange(Protocol):
     """Exchanges tokens for heads between ranks that have n of the N tokens each; n is the same on all."""
 
@@ -248,7 +272,7 @@ class Exchange(Protocol):
 
 
 class Paths:
-    """Runs convolutions and the gated delta rule along the paths of a run, for all its recurrent layers.
+    """Runs convolutions and rules along the paths of a run, for all its recurrent layers.
 
     Args:
         states: the states that the run continues and exports; None for whole trees.
@@ -300,15 +324,45 @@ class Paths:
         beta: Float[Tensor, "N H"],
     ) -> Float[Tensor, "N H V"]:
         """The gated delta rule along every path; see `delta_rule.gated_delta`."""
-        state = None
+        return self.recur(layer, GATED_DELTA, query, key, value, decay, beta)
+
+    def state_space(
+        self,
+        layer: Hashable,
+        query: Float[Tensor, "N J K"],
+        key: Float[Tensor, "N J K"],
+        value: Float[Tensor, "N H V"],
+        decay: Float[Tensor, "N H"],
+    ) -> Float[Tensor, "N H V"]:
+        """The state-space dual along every path; see `state_space.state_space`."""
+        return self.recur(layer, STATE_SPACE, query, key, value, decay)
+
+    def recur(
+        self,
+        layer: Hashable,
+        rule: Rule,
+        query: Float[Tensor, "N J K"],
+        key: Float[Tensor, "N J K"],
+        value: Float[Tensor, "N H V"],
+        decay: Float[Tensor, "N H"],
+        *others: Float[Tensor, "N H"],
+    ) -> Float[Tensor, "N H V"]:
+        """Run a rule along every path.
+
+        Args:
+            layer: key of the layer's states.
+            others: what the rule takes besides.
+        """
+        given, state = (query, key, value, decay, *others), None
         if self._states is not None and self._states.continues:
-            state = self._states.enter((layer, "state"), key, value, decay, beta)
-        kernel = kernel_for(query.device, query.dtype, query.shape[-1], value.shape[-1])
-        given = query, key, value, decay, beta
-        if kernel is not None and self._scans.suits:
-            out, handed_on = scanned_gated_delta(*given, self._scans, state, kernel)
+            state = self._states.enter((layer, "state"), *given[1:])
+        scan = scan_for(rule.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1])
+        if scan is not None and query.device.type in CHECKED:
+            scan = scan if failure_of_kernel(rule.kernel, scan, *given[1:]) is None else None
+        if scan is not None and self._scans.suits:
+            out, handed_on = scanned(given, self._scans, state, scan)
         else:
-            out, handed_on = gated_delta(*given, self._tiles, state)
+            out, handed_on = rule.tiled(*given, self._tiles, state)
         if self._states is None or handed_on is None:
             return out
         return self._states.export((layer, "state"), out, handed_on)
@@ -318,5 +372,5 @@ class Paths:
         return Scans(self._layout, self._exported, self._device)
 
     @cached_property
-    def _tiles(self) -> DeltaTiles:
-        return DeltaTiles(self._layout, self._exported, self._device)
+    def _tiles(self) -> Tiles:
+        return Tiles(self._layout, self._exported, self._device)

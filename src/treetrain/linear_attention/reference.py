@@ -1,6 +1,7 @@
 """The specification of recurrence on a tree: token by token, each from its parent's state. Slow and obvious.
 
-Shape letters: N tokens, D channels, T taps; J key heads, H value heads, K and V sizes of keys and values.
+Shape letters: N tokens, D channels, T taps; J heads of queries and keys, H heads of values, K and V sizes of keys and
+values.
 """
 
 import numpy as np
@@ -51,3 +52,21 @@ def reference_gated_delta(
         states.append(s)
         outs.append(torch.einsum("hk,hkv->hv", query[token], s) / key.shape[-1] ** 0.5)
     return torch.stack(outs), torch.stack(states)
+
+
+def reference_state_space(
+    query: Float[Tensor, "N J K"],
+    key: Float[Tensor, "N J K"],
+    value: Float[Tensor, "N H V"],
+    decay: Float[Tensor, "N H"],
+    parent: Int64[np.ndarray, " N"],
+    state: Float[Tensor, "H K V"],
+) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "N H K V"]]:
+    """The output of a state-space recurrence along paths, and the state after every token; arguments as above."""
+    repeat = value.shape[1] // key.shape[1]
+    query, key = (x.repeat_interleave(repeat, 1) for x in (query, key))
+    states: list[Tensor] = []
+    for token, before in enumerate(parent.tolist()):
+        s = (state if before < 0 else states[before]) * decay[token].exp()[:, None, None]
+        states.append(s + torch.einsum("hk,hv->hkv", key[token], value[token]))
+    return torch.einsum("nhk,nhkv->nhv", query, torch.stack(states)), torch.stack(states)

@@ -1,23 +1,23 @@
-"""The gated delta rule over a forest by flash-linear-attention's kernel, and the choice between it and tiles.
+"""Rules over a forest by flash-linear-attention's kernels, and the choice between them and tiles.
 
-Tiles (`delta_rule.py`) run everywhere, in any dtype; forks and short branches cost them nothing. The kernel is far
-faster on long runs of tokens, but it restarts at every fork, pads runs to chunks of 64 tokens, and keeps a state in
+Tiles (`tiles.py`) run everywhere, in any dtype; forks and short branches cost them nothing. The kernels are far
+faster on long runs of tokens, but they restart at every fork, pad runs to chunks of 64 tokens, and keep a state in
 memory for every run.
 
-The kernel scans sequences, so the forest is cut into runs without a fork. It returns only the state after a run's last
+A kernel scans sequences, so the forest is cut into runs without a fork. It returns only the state after a run's last
 token, so runs end at every fork and at every exported token. A run starts from the state at the end of the run above
 it. Branches gather the state at their fork, so its backward sums their gradients. Runs of one depth in the tree of
 runs form a *level*, and a level is one call. All runs whose final state is not needed share one last call.
 
-Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n runs of t
-tokens in a call, x exported tokens.
+Shape letters: N tokens, J heads of queries and keys, H heads of values (a multiple of J), K and V sizes of keys and
+values; n runs of t tokens in a call, x exported tokens.
 """
 
 import importlib
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
-from treetrain.linear_attention.delta_rule import levels_of
+from treetrain.linear_attention.tiles import levels_of
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import Int64s, ranges
 
@@ -45,11 +45,44 @@ class Call(NamedTuple):
     roots, 1 + e that of end e."""
 
 
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
-"""`chunk_gated_delta_rule` of flash-linear-attention, or a function with its signature: query, key [1, t, J, K], value
-[1, t, H, V], g and beta [1, t, H]; by keyword initial_state [n, H, K, V], output_final_state, cu_seqlens and
-cu_seqlens_cpu [n + 1], use_qk_l2norm_in_kernel -> out [1, t, H, V] in the dtype of value, and final states
-[n, H, K, V] in that of the initial ones."""
+Scan = Callable[..., tuple[Tensor, Tensor | None]]
+"""A kernel: query, key [1, t, J, K], value [1, t, H, V], decay and what else the rule takes [1, t, H]; by keyword
+initial_state [n, H, K, V], output_final_state, cu_seqlens and cu_seqlens_cpu [n + 1] -> out [1, t, H, V] in the dtype
+of value, and final states [n, H, K, V] in that of the initial ones."""
+
+
+class Kernel(NamedTuple):
+    """A kernel of flash-linear-attention."""
+
+    rule: str
+    """The rule that it runs."""
+    module: str
+    function: str
+    options: dict[str, Any]
+    """Keyword arguments for every call."""
+    grouped: bool
+    """Whether it takes fewer heads of queries and keys than of values."""
+
+    def bound(self, function: Scan) -> Scan:
+        """Call the function with these options, and with tensors as it takes them."""
+
+        def scan(query: Tensor, key: Tensor, value: Tensor, *others: Tensor, **keywords: Any) -> Any:
+            repeat = value.shape[2] // query.shape[2]
+            if repeat > 1 and not self.grouped:
+                query, key = (x.repeat_interleave(repeat, 2) for x in (query, key))
+            return function(query, key, value.to(query.dtype), *others, **keywords, **self.options)
+
+        return scan
+
+
+GATED_DELTA_KERNEL = Kernel(
+    "gated delta rule",
+    "fla.ops.gated_delta_rule",
+    "chunk_gated_delta_rule",
+    {"use_qk_l2norm_in_kernel": True},
+    grouped=True,
+)
+STATE_SPACE_KERNEL = Kernel("state-space dual", "fla.ops.simple_gla", "chunk_simple_gla", {"scale": 1.0}, grouped=False)
 
 
 class Scans:
@@ -110,51 +143,43 @@ def _call(length: Int64s, entry: Int64s, device: torch.device) -> Call:
     return Call(int(offsets[-1]), on_device(offsets, device), torch.from_numpy(offsets), on_device(entry, device))
 
 
-def scanned_gated_delta(
-    query: Float[Tensor, "N J K"],
-    key: Float[Tensor, "N J K"],
-    value: Float[Tensor, "N H V"],
-    decay: Float[Tensor, "N H"],
-    beta: Float[Tensor, "N H"],
-    scans: Scans,
-    state: Float[Tensor, "H K V"] | None,
-    kernel: Kernel,
+def scanned(
+    inputs: Sequence[Tensor], scans: Scans, state: Float[Tensor, "H K V"] | None, scan: Scan
 ) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "x H K V"] | None]:
-    """Run the rule along every path, as `delta_rule.gated_delta` does; outputs are in the dtype of `value`.
+    """Run a rule along every path, as its tiles do.
 
     Args:
-        kernel: rounds to the dtype of `query` between its products; states are in at least float32.
+        inputs: of the rule: query, key, value, decay, and what else it takes.
+        scan: rounds to the dtype of the query between its products; states are in at least float32.
+
+    Returns:
+        The output in the kernel's dtype, and the states of the exported tokens (None if there are none).
     """
+    query, key, value = inputs[:3]
     with torch.autocast(query.device.type, enabled=False):
-        packed = [x.index_select(0, scans.order) for x in (query, key, value, decay, beta)]
+        packed = [x.index_select(0, scans.order) for x in inputs]
         sizes = [call.tokens for call in scans.levels] + ([] if scans.last is None else [scans.last.tokens])
         pieces = list(zip(*(x.split(sizes) for x in packed)))
         if state is None:
             state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
         outs, states = [], [state.to(torch.promote_types(query.dtype, torch.float32))[None]]
         for call, piece in zip(scans.levels, pieces):
-            out, after = _scan(kernel, piece, call, states[-1].index_select(0, call.entry), final=True)
+            out, after = _call_on(scan, piece, call, states[-1].index_select(0, call.entry), final=True)
             outs.append(out)
             states.append(after)
         found = torch.cat(states)
         if scans.last is not None:
-            out, _ = _scan(kernel, pieces[-1], scans.last, found.index_select(0, scans.last.entry), final=False)
-            outs.append(out)
+            entry = found.index_select(0, scans.last.entry)
+            outs.append(_call_on(scan, pieces[-1], scans.last, entry, final=False)[0])
         out = torch.cat(outs).index_select(0, scans.place)
     return out, found.index_select(0, scans.exported + 1) if len(scans.exported) else None
 
 
-def _scan(kernel: Kernel, piece: Any, call: Call, entry: Tensor, *, final: bool) -> tuple[Tensor, Any]:
-    query, key, value, decay, beta = (x.unsqueeze(0) for x in piece)
-    out, after = kernel(
-        query,
-        key,
-        value,
-        decay,
-        beta,
+def _call_on(scan: Scan, piece: Sequence[Tensor], call: Call, entry: Tensor, *, final: bool) -> tuple[Tensor, Any]:
+    out, after = scan(
+        *(x.unsqueeze(0) for x in piece),
         initial_state=entry,
         output_final_state=final,
-        use_qk_l2norm_in_kernel=True,
         cu_seqlens=call.offsets,
         cu_seqlens_cpu=call.offsets_cpu,
     )
@@ -177,16 +202,17 @@ not measured."""
 _LARGEST_KEY = 256
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> Kernel | None:
+def scan_for(kernel: Kernel, device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> Scan | None:
     """The kernel, if it is installed and takes heads of these sizes exactly enough; it multiplies float32 in TF32."""
     fits = key_size <= _LARGEST_KEY and key_size % 2 == value_size % 2 == 0
     exact = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    return _installed() if exact and fits else None
+    function = _installed(kernel.module, kernel.function) if exact and fits else None
+    return None if function is None else kernel.bound(function)
 
 
-@lru_cache(maxsize=1)
-def _installed() -> Kernel | None:
-    """Return the kernel of flash-linear-attention if it is installed; warn once about one that cannot be used."""
+@lru_cache
+def _installed(module: str, function: str) -> Scan | None:
+    """Return a kernel of flash-linear-attention if it is installed; warn once about one that cannot be used."""
     try:
         version = importlib.metadata.version("fla-core")
     except importlib.metadata.PackageNotFoundError:
@@ -195,7 +221,7 @@ def _installed() -> Kernel | None:
         reason = f"is older than {'.'.join(map(str, OLDEST))}, which is tested"
     else:
         try:
-            return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+            return getattr(importlib.import_module(module), function)
         except Exception as error:  # its import looks for drivers, compilers and other libraries
             reason = f"cannot be imported ({type(error).__name__}: {error})"
     warnings.warn(f"flash-linear-attention {version} {reason}; recurrent layers run without it", stacklevel=2)

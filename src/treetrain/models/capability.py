@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -199,8 +199,13 @@ def inner_linear(head: nn.Module) -> nn.Linear | None:
 # ---- the model
 
 
-LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
-"""Layer types that a configuration may name; recurrent layers are also checked module by module."""
+LAYER_KINDS = {
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"), 1),
+    "hybrid": 2,  # attention and a recurrence
+    **dict.fromkeys(("moe", "mlp"), 0),
+}
+"""Layer types that a configuration may name, and how often each mixes tokens; recurrent layers are also checked module
+by module."""
 STATIC_SCALINGS = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rotary scalings whose frequencies do not depend on the length of the call."""
 _NOISES = {
@@ -216,7 +221,7 @@ class Capabilities:
     """The properties of a supported model that the engine needs."""
 
     layers: int
-    """Number of layers that every forward must run through tree attention or recurrence."""
+    """How often every forward must mix tokens by tree attention or recurrence: mostly once in each layer."""
     vocab_size: int
     max_positions: int | None
     head: nn.Module
@@ -229,17 +234,14 @@ class Capabilities:
     """Longest row whose rotary frequencies do not depend on the length of the call; None for any length."""
     experts: MixtureOfExperts | None = None
     """The model's experts; None in a model without any."""
+    auxiliary: float = 0.0
+    """The coefficient of the routers' auxiliary loss over all tokens of a step; 0 if there is none."""
     recurrent_layers: int = 0
     """Number of layers that mix tokens by a recurrence instead of attention."""
     scores_tokens: bool = True
     """Whether the head makes log-probabilities and the call wants them."""
     scalar: ScalarHead | None = None
     """The head that makes values; None if there is none or the call does not want values."""
-
-    @property
-    def auxiliary(self) -> float:
-        """The coefficient of the routers' auxiliary loss over all tokens of a step; 0 if there is none."""
-        return 0.0 if self.experts is None else self.experts.auxiliary
 
     def asked(self, *, logprobs: bool, values: bool) -> "Capabilities":
         """The capabilities for a call that wants log-probabilities, values or both.
@@ -316,7 +318,8 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
             'attn_implementation="eager".'
         )
     recurrent_layers = check_recurrence(lm, text)
-    for number, kind in enumerate(getattr(text, "layer_types", None) or []):
+    kinds = getattr(text, "layer_types", None) or []
+    for number, kind in enumerate(kinds):
         if kind not in LAYER_KINDS:
             raise UnsupportedModel(
                 f"layer {number} is of kind {kind!r}; exact on a tree are only {', '.join(LAYER_KINDS)}."
@@ -324,6 +327,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
     _check_noise(model)
     rotary_positions = _check_rotary(lm, text)
     _check_adapter(model)
+    _check_quantised(model)
     scalar = None if value_head is None else users_head(value_head)
     embeddings = lm.get_output_embeddings()  # type: ignore[operator]
     if embeddings is not None or not critics:
@@ -346,18 +350,41 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
     # Layers may have different numbers of heads; transformers then raises for `num_attention_heads`.
     if not getattr(text, "is_heterogeneous", False) and not getattr(text, "num_attention_heads", None):
         raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
+    experts = check_experts(lm, text)
     return Capabilities(
-        layers=text.num_hidden_layers,
+        layers=text.num_hidden_layers + sum(LAYER_KINDS[kind] - 1 for kind in kinds),
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
         head_is_linear=is_plain_linear(head),
         logit_map=logit_map,
         rotary_positions=rotary_positions,
-        experts=check_experts(lm, text),
+        experts=experts,
+        auxiliary=0.0 if experts is None else experts.auxiliary,
         recurrent_layers=recurrent_layers,
         scores_tokens=head is embeddings,
         scalar=scalar,
+    )
+
+
+def head_capabilities(model: nn.Module) -> Capabilities:
+    """The properties of a causal LM that matter to its head alone, which need not be exact on a tree.
+
+    Raises:
+        UnsupportedModel: a model without a language-model head, or with two soft-caps.
+    """
+    lm = causal_lm(model)
+    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None  # type: ignore[operator]
+    if head is None:
+        raise UnsupportedModel(f"{type(lm).__name__} has no language-model head; pass a causal LM")
+    text = _text_config(lm.config)
+    return Capabilities(
+        layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        max_positions=None,
+        head=head,
+        head_is_linear=is_plain_linear(head),
+        logit_map=LogitMap.from_config(text),
     )
 
 
@@ -422,6 +449,36 @@ def _check_adapter(model: nn.Module) -> None:
             f"alora_invocation_tokens={list(tokens)}: an activated LoRA begins at the last such tokens of a call, "
             "which on a tree may belong to another row; use LoRA without them."
         )
+
+
+def _check_quantised(model: nn.Module) -> None:
+    """Refuse quantised layers whose output for a token depends on the call, or whose gradients are wrong."""
+    trainable = any(parameter.requires_grad for parameter in model.parameters())
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor):
+            continue
+        # torchao's tensors say how they quantise inputs. bitsandbytes' int8 layers do so where they do not dequantise
+        # their weights; with a threshold, an outlier in one token also changes how all tokens of a call are computed.
+        threshold = getattr(getattr(module, "state", None), "threshold", None)
+        dequantises = module.training and weight.device.type in ("cpu", "xpu")
+        if getattr(weight, "act_quant_kwargs", None) is not None or (threshold is not None and not dequantises):
+            how = "" if threshold is None else " in evaluation mode and on CUDA devices"
+            raise UnsupportedModel(
+                f"{name} ({type(module).__name__}, {type(weight).__name__}) quantises its inputs{how}. That rounds "
+                "differences in the last digit between a tree and its rows up to steps of 8 bits, and outliers of one "
+                "token (llm_int8_threshold) change the others of a call. Quantise the weights alone: "
+                'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") or torchao\'s Int8WeightOnlyConfig.'
+            )
+        state = getattr(weight, "quant_state", None)
+        packs = getattr(module, "support_avx512bf16_for_cpu", False) and not module.training
+        packed = packs or getattr(state, "packing_format_for_cpu", False)
+        if state is not None and weight.device.type == "cpu" and trainable and packed:
+            raise UnsupportedModel(
+                f"{name} is a 4-bit layer packed for inference, as bitsandbytes does on this CPU in evaluation mode, "
+                "and for good: no gradient flows through it, with or without a tree. Load the model anew and call "
+                "model.train() before its first forward, with all dropout rates 0."
+            )
 
 
 def _check_compiled(model: nn.Module) -> None:
@@ -510,24 +567,22 @@ _WITH_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 """Fields of peft's layers that are no numbers or strings, and that checks read."""
 
 
-class _Identity:
-    """An object that equals itself alone. It stays alive, so that no other one has its address."""
+class Fingerprint(NamedTuple):
+    """What the checks of a model read. Where it is equal, checking the model again would give the same answer."""
 
-    def __init__(self, value: object):
-        self._value = value
+    settings: list[object]
+    """The modules, their settings and adapters, and the weights' kinds, which `check_model` reads."""
+    hooks: list[object]
+    """The numbers of the forward hooks by module. Trainers may set the same hooks anew in every step."""
+    alive: list[object]
+    """Objects of `settings` that only their addresses stand for. While they are kept, no other object has the same
+    address."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
 
-    __hash__ = None  # type: ignore[assignment]
-
-
-def fingerprint(model: nn.Module, value_head: nn.Module | None) -> list[object]:
-    """Collect what the checks of a model read: its modules, their settings, hooks and adapters, and the weights' kinds.
-
-    Two equal fingerprints of one model mean that checking it again would give the same answer.
-    """
-    found: list[object] = []
+def fingerprint(model: nn.Module, value_head: nn.Module | None) -> Fingerprint:
+    """Read a model; see `Fingerprint`."""
+    found, hooks, alive = list[object](), list[object](), list[object]()
+    configs = [getattr(model, "config", None)]
     for root in (model, value_head):
         for module in root.modules() if isinstance(root, nn.Module) else ():  # a head of another kind is refused later
             fields = vars(module)
@@ -538,20 +593,18 @@ def fingerprint(model: nn.Module, value_head: nn.Module | None) -> list[object]:
                 elif name in _WITH_SETTINGS or (isinstance(value, dict) and (name[0] != "_" or "drop" in name)):
                     found.append(repr(value))
                 elif name in ("config", "forward", "_compiled_call_impl"):
-                    found.append(_Identity(value))
-            found += (*fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
+                    found.append(id(value))
+                    alive.append(value)
+            if fields["_forward_pre_hooks"] or fields["_forward_hooks"]:
+                hooks += (id(module), *fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
             for p in fields["_parameters"].values():
                 if p is not None:
-                    found += (id(p), p.requires_grad, p.dtype)
-    config = getattr(model, "config", None)
-    if config is not None:
-        found.append(repr(sorted(_settings(config))))
-    return found
-
-
-def _settings(config: Any) -> list[tuple[str, str]]:
-    """The settings of a configuration, and of those within it."""
-    found: list[tuple[str, str]] = []
-    for name, value in vars(config).items():
-        found += _settings(value) if hasattr(value, "model_type") else [(name, repr(value))]
-    return found
+                    packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
+                    found += (id(p), p.requires_grad, p.dtype, packed)
+    for config in configs:  # those within a configuration are added on the way
+        for name, value in () if config is None else sorted(vars(config).items()):
+            if hasattr(value, "model_type"):
+                configs.append(value)
+            else:
+                found += (name, repr(value))
+    return Fingerprint(found, hooks, alive)

@@ -41,6 +41,8 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load a causal language model in evaluation mode, on the CPU unless `options` say otherwise.
 
+    A checkpoint for images and text is loaded whole; it takes rows of text.
+
     A model that would not be exact on a tree is refused from its configuration, before weights are read or downloaded.
     A model with soft-capped attention scores gets eager attention if transformers' choice would ignore the cap.
 
@@ -49,7 +51,8 @@ def load_model(
             hub id ("Qwen/Qwen3-0.6B").
         dtype: dtype of the weights; "auto" keeps the checkpoint's (float32 for a preset).
         seed: seed of a preset's random weights; not used otherwise.
-        options: passed to `AutoModelForCausalLM.from_pretrained`; not allowed for presets.
+        options: passed to ``from_pretrained`` of `AutoModelForCausalLM` (or `AutoModelForImageTextToText`); not
+            allowed for presets.
 
     Raises:
         DataError: the folder is missing or holds no model, or the hub cannot give it.
@@ -64,7 +67,6 @@ def load_model(
     source = str(folder or name)
     _check_source(name, source, options)
     import torch
-    from transformers import AutoModelForCausalLM
 
     from treetrain.models.capability import with_softcap
 
@@ -73,7 +75,8 @@ def load_model(
     level = reports.level
     try:
         reports.setLevel(logging.ERROR)  # its table of weights that do not fit; `_check_weights` says it in a line
-        model, found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **given)  # type: ignore[misc]
+        auto = _auto_class(_config_of(source, options))
+        model, found = auto.from_pretrained(source, dtype=dtype, **given)  # type: ignore[misc]
     except Exception as error:  # whatever a library raises here is about the user's files
         raise _cannot_load("model", name, folder, error) from error
     finally:
@@ -173,13 +176,12 @@ def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
         UnsupportedModel: transformers has no causal language model for this configuration.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from treetrain.models.capability import with_softcap
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options).eval()
+            model = _auto_class(config).from_config(config, **options).eval()
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             return None
@@ -196,7 +198,7 @@ def check_config(config: Any, **options: Any) -> "Capabilities | None":
 
     Args:
         config: a transformers configuration.
-        options: passed to `AutoModelForCausalLM.from_config`.
+        options: passed to ``from_config`` of transformers' auto class.
 
     Returns:
         The capabilities; None if the model cannot be built without weights. Then only the loaded model can be checked.
@@ -215,12 +217,8 @@ def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
 
     A configuration that cannot be read is ignored here; the loader raises an error for it.
     """
-    from transformers import AutoConfig
-
-    try:
-        passed = {key: options[key] for key in _FOR_CONFIG if key in options}
-        config = options.get("config") or AutoConfig.from_pretrained(source, **_NO_CODE | passed)
-    except Exception:
+    config = _config_of(source, options)
+    if config is None:
         return
     try:
         check_config(config, **{k: options[k] for k in ("trust_remote_code", "attn_implementation") if k in options})
@@ -228,6 +226,26 @@ def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
         return
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
+
+
+def _config_of(source: str, options: dict[str, Any]) -> Any:
+    """Return the configuration that `from_pretrained` would load with these options; None if it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        passed = {key: options[key] for key in _FOR_CONFIG if key in options}
+        return options.get("config") or AutoConfig.from_pretrained(source, **_NO_CODE | passed)
+    except Exception:
+        return None
+
+
+def _auto_class(config: Any) -> Any:
+    """Return transformers' auto class for this configuration: that of text models, or of models for images and text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    of_text = type(config) in AutoModelForCausalLM._model_mapping or getattr(config, "auto_map", None)
+    of_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if of_images and not of_text else AutoModelForCausalLM
 
 
 def _local_folder(name: str) -> Path | None:

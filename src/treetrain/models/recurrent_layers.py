@@ -5,9 +5,11 @@ differently, so a tiny layer of the class is run once, by its own forward and by
 
 In tree mode a layer's projections, gate, norm and output are called as the layer calls them, so adapters and hooks on
 them work; only the convolution and the rule that mix tokens are replaced. Three kinds of gated DeltaNet are supported,
-which differ in their projections (Qwen3-Next, Qwen3.5, OLMo hybrid), and gated short convolutions (LFM2).
+which differ in their projections (Qwen3-Next, Qwen3.5, OLMo hybrid), Mamba-2 (Bamba, Falcon-H1, Granite 4, Nemotron-H,
+Zamba2), and gated short convolutions (LFM2).
 
-Shape letters: N tokens, D size of hidden states, J key heads, H value heads, K and V sizes of keys and values.
+Shape letters: N tokens, D size of hidden states, J heads of queries and keys (groups of Mamba-2), H heads of values,
+K and V sizes of keys and values; a rank that shares the heads of a layer has its share of J and H.
 """
 
 import copy
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -24,17 +26,19 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from treetrain.errors import UnsupportedModel
-from treetrain.linear_attention.paths import Paths
-from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
+from treetrain.models.tree_mode import TreeRun, enclosing_runs, instance_of, replaced
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+
+if TYPE_CHECKING:
+    from treetrain.linear_attention.paths import Paths
 
 # ---- forwards in tree mode
 
 Hidden = Float[Tensor, "1 N D"]
 
 
-def _fused_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
+def _fused_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of two projections whose outputs are interleaved by key head (Qwen3-Next)."""
     parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
     query, key, value, gate, beta, step = parts
@@ -43,7 +47,7 @@ def _fused_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
 
 
-def _split_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
+def _split_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of one projection for queries, keys and values, and one for each other input (Qwen3.5)."""
     mixed, gate = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
     beta, step = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
@@ -51,7 +55,7 @@ def _split_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
 
 
-def _separate_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
+def _separate_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of a separate projection for each input; beta may be up to 2 (OLMo hybrid)."""
     mixed = torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], -1)
     beta = layer.b_proj(hidden).sigmoid()
@@ -60,7 +64,7 @@ def _separate_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     return layer.o_proj(_gated_norm(layer.o_norm, out, layer.g_proj(hidden), hidden))
 
 
-def _short_convolution(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
+def _short_convolution(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of a convolution between two gates (LFM2)."""
     before, after, values = layer.in_proj(hidden).chunk(3, -1)
     gated, weight, bias = (before * values)[0], layer.conv.weight.squeeze(1), layer.conv.bias
@@ -77,36 +81,74 @@ def _gated_delta(
     mixed: Float[Tensor, "1 N 2*J*K+H*V"],
     beta: Float[Tensor, "1 N H"],
     step: Float[Tensor, "1 N H"],
-    paths: Paths,
+    paths: "Paths",
 ) -> Float[Tensor, "N H V"]:
     """Run convolution and rule; the result has the dtype of `mixed`."""
-    name, dtype = layer.layer_idx, mixed.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    mixed, beta, step = mixed[0], beta[0], step[0]
-    weight, bias, log_rate, shift = layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.A_log, layer.dt_bias
-    sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
+    sizes, weights = [layer.key_dim, layer.key_dim, layer.value_dim], [layer.A_log, layer.dt_bias]
+    (query, key, value), (beta, step), (log_rate, shift) = _convolved(layer, mixed, sizes, [beta, step], weights, paths)
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    decay = -log_rate.to(wide).exp() * torch.nn.functional.softplus(step.to(wide) + shift)
+    query, key = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (query, key))
+    value = value.unflatten(-1, (-1, layer.head_v_dim))
+    out = paths.gated_delta(layer.layer_idx, query, key, value, decay, beta).to(mixed.dtype)
+    return out if paths.exchange is None else paths.exchange.to_tokens(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
+
+
+def _convolved(
+    layer: Any, mixed: Tensor, sizes: list[int], by_head: list[Tensor], weights: list[Tensor], paths: "Paths"
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Run a layer's convolution and activation over its channels.
+
+    Args:
+        mixed: [1, N, channels].
+        sizes: of the parts of the channels; the heads of a part are runs of channels.
+        by_head: what the rule takes by head, [1, N, H] each.
+        weights: of the rule, by head, [H] each.
+
+    Returns:
+        The parts of the channels [N, size] in the dtype of `mixed`, and the other two. Where ranks share the layer, all
+        of this rank's heads and of all tokens.
+    """
+    mixed, by_head, dtype = mixed[0], [x[0] for x in by_head], mixed.dtype
+    weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
     if (ranks := paths.exchange) is not None:
-        # A head of queries, keys or values is a run of channels: each rank gets its share of all three.
-        *parts, beta, step = ranks.to_heads(*mixed.split(sizes, -1), beta, step)
+        exchanged = ranks.to_heads(*mixed.split(sizes, -1), *by_head)
+        parts, by_head = exchanged[: len(sizes)], exchanged[len(sizes) :]
         mixed = torch.cat(parts, -1)
         weight = torch.cat([ranks.own(x) for x in weight.split(sizes)])
         bias = None if bias is None else torch.cat([ranks.own(x) for x in bias.split(sizes)])
-        log_rate, shift, sizes = ranks.own(log_rate), ranks.own(shift), [x.shape[-1] for x in parts]
-    smoothed = paths.convolve(name, mixed, weight)
+        weights, sizes = [ranks.own(x) for x in weights], [x.shape[-1] for x in parts]
+    smoothed = paths.convolve(layer.layer_idx, mixed, weight)
     if bias is not None:
         smoothed = smoothed + bias
-    smoothed = ACT2FN[layer.activation](smoothed).to(dtype)
-    query, key, value = smoothed.split(sizes, -1)
-    decay = -log_rate.to(wide).exp() * torch.nn.functional.softplus(step.to(wide) + shift)
-    out = paths.gated_delta(
-        name,
-        query.unflatten(-1, (-1, layer.head_k_dim)),
-        key.unflatten(-1, (-1, layer.head_k_dim)),
-        value.unflatten(-1, (-1, layer.head_v_dim)),
-        decay,
-        beta,
-    ).to(dtype)
-    return out if ranks is None else ranks.to_tokens(out.flatten(1)).unflatten(-1, (-1, layer.head_v_dim))
+    return list(ACT2FN[layer.activation](smoothed).to(dtype).split(sizes, -1)), by_head, weights
+
+
+def _state_space(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
+    """Run a Mamba-2 layer."""
+    scaled = hasattr(layer, "mup_vector")  # Falcon-H1 scales what goes into the projection and what comes out of it
+    projected = layer.in_proj(hidden * layer.ssm_in_multiplier if scaled else hidden)
+    projected = projected * layer.mup_vector if scaled else projected
+    inner, keys, dtype = layer.intermediate_size, layer.n_groups * layer.ssm_state_size, hidden.dtype
+    gate, mixed, step = projected.split([inner, inner + 2 * keys, layer.num_heads], -1)
+    weights = [layer.A_log, layer.dt_bias, layer.D]
+    channels, (step,), (log_rate, shift, skip) = _convolved(layer, mixed, [inner, keys, keys], [step], weights, paths)
+    value, key, query = channels
+    wide = torch.promote_types(dtype, torch.float32)
+    step = torch.nn.functional.softplus(step.to(wide) + shift).clamp(*layer.time_step_limit)[..., None]
+    value = value.unflatten(-1, (-1, layer.head_dim)).to(wide)
+    out = paths.state_space(
+        layer.layer_idx,
+        query.unflatten(-1, (-1, layer.ssm_state_size)),
+        key.unflatten(-1, (-1, layer.ssm_state_size)),
+        value * step,
+        -log_rate.to(wide).exp() * step[..., 0],
+    )
+    out = torch.addcmul(out.to(wide), value, skip.to(wide)[:, None]).flatten(1)
+    out = (out if paths.exchange is None else paths.exchange.to_tokens(out)).unsqueeze(0)
+    # Falcon-H1 may have no norm.
+    out = out * nn.functional.silu(gate) if isinstance(layer.norm, nn.Identity) else layer.norm(out, gate)
+    return layer.out_proj(out.to(dtype))
 
 
 def _gated_norm(
@@ -127,12 +169,13 @@ class Kind(NamedTuple):
     """Names of its submodules with parameters."""
     parameters: set[str]
     """Names of its own parameters."""
-    forward: Callable[[Any, Tensor, Paths], Tensor]
+    forward: Callable[[Any, Tensor, "Paths"], Tensor]
     heads: Callable[[Any], int]
     """Returns its number of heads of queries and keys, or channels of a convolution, which ranks can share."""
 
 
 _DELTA, _OWN = "gated DeltaNet", {"dt_bias", "A_log"}
+_MAMBA, _MIXER = "Mamba-2 layer", {"conv1d", "in_proj", "out_proj"}
 _SEPARATE = {"conv1d", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"}
 _SPLIT = {"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"}
 _FUSED = {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}
@@ -140,6 +183,10 @@ _FUSED = {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}
 
 def _key_heads(layer: Any) -> int:
     return layer.key_dim // layer.head_k_dim
+
+
+def _groups(layer: Any) -> int:
+    return layer.n_groups
 
 
 def _channels(layer: Any) -> int:
@@ -150,8 +197,11 @@ KINDS = (
     Kind(_DELTA, _FUSED, _OWN, _fused_projections, _key_heads),
     Kind(_DELTA, _SPLIT, _OWN, _split_projections, _key_heads),
     Kind(_DELTA, _SEPARATE, _OWN, _separate_projections, _key_heads),
+    Kind(_MAMBA, {*_MIXER, "norm"}, {*_OWN, "D"}, _state_space, _groups),
+    Kind(_MAMBA, _MIXER, {*_OWN, "D"}, _state_space, _groups),
     Kind("gated short convolution", {"conv", "in_proj", "out_proj"}, set(), _short_convolution, _channels),
 )
+_UNITS = {_DELTA: "key heads", _MAMBA: "groups of heads"}
 _TINY = {  # configuration of the small test layer
     "hidden_size": 12,
     "linear_num_key_heads": 2,
@@ -160,6 +210,13 @@ _TINY = {  # configuration of the small test layer
     "linear_value_head_dim": 5,
     "linear_conv_kernel_dim": 3,
     "conv_L_cache": 3,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 6),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 2),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), 5),
+    **dict.fromkeys(("mamba_d_conv", "conv_kernel"), 3),
+    "mamba_expand": 2,
+    "mamba_d_ssm": 24,
 }
 _TINY_ROWS, _TINY_TOLERANCE = 9, 1e-4
 _TRUSTED: dict[type, str | None] = {}
@@ -183,7 +240,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 def recurrent_heads(model: nn.Module) -> dict[int, str]:
     """Name the units of the recurrent layers that ranks can share, by how many a layer has."""
     layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
-    return {kind.heads(layer): "key heads" if kind.what == _DELTA else "channels" for layer, kind in layers}
+    return {kind.heads(layer): _UNITS.get(kind.what, "channels") for layer, kind in layers}
 
 
 def check_recurrence(model: nn.Module, config: Any) -> int:
@@ -225,14 +282,16 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
                 name, kind = inner, inner_kind
         raise UnsupportedModel(
             f"{name} ({kind}) mixes tokens by a recurrence or convolution whose state is not carried over the forks of "
-            "a tree: a branch would go on from another branch's state. Exact are attention, gated DeltaNet and gated "
-            "short convolutions."
+            "a tree: a branch would go on from another branch's state. Exact are attention, gated DeltaNet, Mamba-2 "
+            "and gated short convolutions."
         )
     return len(known)
 
 
 def _try_tiny(layer: Any, config: Any) -> str | None:
     """Run a small layer of the same class by its own forward and by ours; say what is wrong if they disagree."""
+    from treetrain.linear_attention.paths import Paths
+
     small = copy.deepcopy(config)
     try:
         for field, value in _TINY.items():
@@ -240,6 +299,8 @@ def _try_tiny(layer: Any, config: Any) -> str | None:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             torch.manual_seed(0)
             tiny = type(layer)(small, layer.layer_idx).to(device="cpu", dtype=torch.float32)
+            if hasattr(layer, "mup_vector"):  # made by the model, not by the layer
+                tiny.mup_vector = torch.rand(tiny.in_proj.out_features)
             for parameter in tiny.parameters():
                 nn.init.normal_(parameter, std=0.5)
             hidden = torch.randn(1, _TINY_ROWS, small.hidden_size)
@@ -265,7 +326,9 @@ def _torch_functions(kind: type) -> Iterator[None]:
     names = vars(sys.modules[kind.__module__])
     wrapped = {key: value for key, value in names.items() if callable(value) and hasattr(value, "__wrapped__")}
     plain = {key: inspect.unwrap(value) for key, value in wrapped.items()}
-    names.update({key: value for key, value in plain.items() if any(word in key for word in ("delta_rule", "conv1d"))})
+    names.update(
+        {key: value for key, value in plain.items() if any(word in key for word in ("delta_rule", "conv1d", "mamba2"))}
+    )
     try:
         yield
     finally:
@@ -284,7 +347,7 @@ def tree_recurrence(model: nn.Module) -> Iterator[None]:
         ExitStack() as stack,
     ):
         for layer, kind in layers:
-            stack.enter_context(replaced_forward(layer, partial(_tree_forward, layer, kind, current_run)))
+            stack.enter_context(replaced(layer, forward=partial(_tree_forward, layer, kind, current_run)))
         yield
 
 
@@ -304,8 +367,10 @@ def _tree_forward(
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
 ) -> Hidden:
+    from treetrain.linear_attention.paths import Paths
+
     name, run = type(layer).__name__, treetrain_run or current_run()
-    paths = None if run is None else run.extra(Paths)
+    paths = None if run is None else instance_of(Paths, run.extras)
     if run is None or paths is None:
         raise UnsupportedModel(
             f"{name} was called without the tree run: the model does not pass keyword arguments on to it, or "

@@ -13,8 +13,8 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -66,8 +66,16 @@ class AttentionBackend(Protocol):
         ...
 
 
+def instance_of(kind: type[T], among: Iterable[object]) -> T | None:
+    """The first of some objects that is of a class; None if none is."""
+    return next((x for x in among if isinstance(x, kind)), None)
+
+
 class TreeRun:
-    """Everything that the layers of one forward need, and a record of the layers that ran."""
+    """Everything that the layers of one forward need, and a record of the layers that ran.
+
+    It is no data class: FSDP2 copies these, to cast the tensors in them, where a module gets one as an argument.
+    """
 
     def __init__(
         self,
@@ -76,25 +84,22 @@ class TreeRun:
         positions: Int64[Tensor, " N"] | None = None,
         extras: Sequence[object] = (),
     ):
-        self.attention = attention
-        self.tokens = tokens
+        self.attention, self.tokens = attention, tokens
         self.positions = positions
         """Every token's position on its path."""
-        self.layers_seen: set[int] = set()
+        self.extras = extras
+        """Objects that layers of some kind need; see `instance_of`."""
+        self.layers_seen: set[tuple[int, str]] = set()
+        """The layers that have mixed tokens, and how: a layer may have attention and a recurrence."""
         self.repeated: dict[int, tuple[str, str]] = {}
         """Layers that called attention or recurrence more than once, with what they did and what it hands on. Layers
         that backward runs again are here too."""
-        self._extras = extras
 
     def saw(self, layer: int, call: str, hands_on: str) -> None:
         """Record that a layer has called its attention or recurrence."""
-        if layer in self.layers_seen:
+        if (layer, call) in self.layers_seen:
             self.repeated[layer] = call, hands_on
-        self.layers_seen.add(layer)
-
-    def extra(self, kind: type[T]) -> T | None:
-        """The extra of a class that layers of some kind need; None if the run has none."""
-        return next((x for x in self._extras if isinstance(x, kind)), None)
+        self.layers_seen.add((layer, call))
 
 
 @contextmanager
@@ -104,34 +109,25 @@ def tree_attention(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation_internal", INTERFACE) != INTERFACE:  # modules share config objects
-                _set(stack, config, "_attn_implementation_internal", INTERFACE)
+                stack.enter_context(replaced(config, _attn_implementation_internal=INTERFACE))
             if _scales_queries(module):
-                _set(stack, module, _TUNING, False)
+                stack.enter_context(replaced(module, **{_TUNING: False}))
         yield
-
-
-def _set(stack: ExitStack, holder: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack is left."""
-    stack.callback(setattr, holder, name, getattr(holder, name))
-    setattr(holder, name, value)
 
 
 @contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the block."""
+    """Set attributes of an object inside the block, such as a module's ``forward``, around which hooks still run."""
     before = {name: vars(target)[name] for name in values if name in vars(target)}
     vars(target).update(values)
     try:
         yield
     finally:
-        for name in values:
-            del vars(target)[name]
-        vars(target).update(before)
-
-
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace one module's ``forward`` within a block; hooks around it still run."""
-    return replaced(module, forward=forward)
+        for name in values:  # in their old order
+            if name in before:
+                vars(target)[name] = before[name]
+            else:
+                del vars(target)[name]
 
 
 # ---- attention
@@ -180,7 +176,8 @@ def _tree_attention(
         )
     query = _scaled_by_position(module, query, run.positions)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    layer = getattr(module, "layer_idx", id(module))
+    layer = getattr(module, "layer_idx", -1)
+    layer = id(module) if layer == -1 else layer  # Zamba 2 numbers its shared attention -1 wherever it stands
     run.saw(layer, "calls its attention", "set of keys and values")
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     return run.attention(q, k, v, scale, layer, spec, s_aux).unsqueeze(0), None
@@ -374,7 +371,8 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
                 if _CHECKPOINT in vars(module):
-                    _set(stack, module, _CHECKPOINT, remembering(vars(module)[_CHECKPOINT]))
+                    checkpoint = remembering(vars(module)[_CHECKPOINT])
+                    stack.enter_context(replaced(module, **{_CHECKPOINT: checkpoint}))
         try:
             yield current
         finally:

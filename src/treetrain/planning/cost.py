@@ -28,7 +28,7 @@ made large enough to hide the links. On a CPU the same cores send and compute, s
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,10 @@ from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, SLACK
 from treetrain.planning.plan import Passes, Plan, heights
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import FULL, AttentionRange, Pairs, pairs_at
-from treetrain.tree.stats import TreeStats, tree_stats
 from treetrain.tree.token_tree import Int64s, TokenTree
+
+if TYPE_CHECKING:
+    from treetrain.tree.stats import TreeStats
 
 WIDE = 4
 """Bytes of float32, the dtype of log-probabilities, entropies and summed gradients."""
@@ -277,7 +279,7 @@ class ModelShape:
         )
 
 
-def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str | None = None) -> TreeStats:
+def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str | None = None) -> "TreeStats":
     """Compute how many tokens a batch shares, where, and the ideal speed-up.
 
     Args:
@@ -289,6 +291,8 @@ def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str
         DataError: invalid rows.
         ValueError: an unknown shape name.
     """
+    from treetrain.tree.stats import tree_stats
+
     shape = ModelShape.of(shape) if isinstance(shape, str) else shape
     return tree_stats(as_tree(rows), shape.counts() if isinstance(shape, ModelShape) else shape)
 
@@ -429,6 +433,15 @@ class WeightLinks(NamedTuple):
         return sent - (1 - self.not_hidden) * np.minimum(seconds, sent)
 
 
+class PartBytes(NamedTuple):
+    """Bytes of the parts of a plan, one number for each."""
+
+    graph: Floats
+    """Saved for backward by the part."""
+    beside: Floats
+    """What is left for graphs of other parts while the part runs; below 0 if the part does not fit."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Predicts the seconds and the peak memory of a training step under a plan."""
@@ -500,10 +513,15 @@ class CostModel:
         both, head = self.token_seconds(layout.positions), self.row_seconds * len(layout.rows)
         forward_share = 1 / (1 + speeds.backward_ratio)
         again, without = float(both[plan.is_recomputed_token].sum()) * forward_share, plan.num_prefills
-        if plan.scores_first == "recomputed":
-            again, without = again + float(both.sum()) * forward_share + head / 3, without + parts
+        twice = plan.runs_twice
+        if twice.any():
+            again += float(both[twice[plan.part_of]].sum()) * forward_share
+            again += self.row_seconds * int(twice[plan.part_of[layout.rows]].sum()) / 3
+            without += int(twice.sum())
         if self.links is not None:
-            links = float(sum(self.links.added_seconds(*one).sum() for one in self._own_seconds(plan).items()))
+            own = self._own_seconds(plan)
+            own["score"] = own["score"][twice]
+            links = float(sum(self.links.added_seconds(*one).sum() for one in own.items()))
         return {
             "work": float(both.sum()) + head,
             "recomputation": again,
@@ -521,7 +539,7 @@ class CostModel:
     def _own_seconds(self, plan: Plan) -> dict[str, Floats]:
         """Predict the seconds of passes without links, one number for each part or prefill.
 
-        The kinds are "forward", "backward", "prefill", and "scoring" for parts that are scored beforehand.
+        The kinds are those of `Plan.events`; "score" has a number for every part, scored beforehand or not.
         """
         layout, parts, speeds = plan.layout, plan.num_parts, self.speeds
         both, forward_share = self.token_seconds(layout.positions), 1 / (1 + speeds.backward_ratio)
@@ -534,7 +552,7 @@ class CostModel:
             "forward": forward + speeds.graph_pass / 3,
             "backward": whole * (1 - forward_share) + heads * 2 / 3 + speeds.graph_pass * 2 / 3,
             "prefill": prefilled * forward_share + speeds.forward_pass,
-            "scoring": forward + speeds.forward_pass if plan.scores_first == "recomputed" else np.zeros(0),
+            "score": forward + speeds.forward_pass,
         }
 
     @property
@@ -583,14 +601,8 @@ class CostModel:
         model = self.counts
         if plan.num_parts == 0:
             return dict.fromkeys(("kept graphs", "running graph", "working", "KV cache", "step", "allocator"), 0.0)
-        layout = plan.layout
-        rows = np.bincount(plan.part_of[layout.rows], minlength=plan.num_parts)
-        path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)
-        # A head row saves its hidden state and its edges' scores for backward.
-        row_bytes = model.hidden * model.dtype_bytes + 4 * self.counts.wide_bytes
-        graph = np.asarray(model.saved_pass + model.saved_token * plan.sizes + row_bytes * rows, np.float64)
+        graph, working, path = self._bytes_of_parts(plan)
         above = plan.graphs_beside(graph)
-        working = self._working(plan.sizes, rows, path, graph)
         prefills, prefills_above = self._prefills(plan, path, above)
         number = int(np.argmax(above + graph + working))
         peak = {"kept graphs": above[number], "running graph": graph[number], "working": working[number]}
@@ -598,14 +610,37 @@ class CostModel:
             first = int(np.argmax(prefills + prefills_above))
             if prefills[first] + prefills_above[first] > sum(peak.values()):
                 peak = {"kept graphs": prefills_above[first], "running graph": 0.0, "working": prefills[first]}
-        step = model.step + STEP_TOKEN * layout.num_tokens
-        cache = model.cache_token * plan.cached_tokens
-        if model.cache_state:
-            cache += model.cache_state * plan.cached_states
-        peak |= {"KV cache": cache, "step": step}
+        peak |= {"KV cache": self.cache_bytes(plan), "step": model.step + STEP_TOKEN * plan.layout.num_tokens}
         factor, fixed = SLACK[self.device]
         peak["allocator"] = (factor - 1) * sum(peak.values()) + fixed
         return {name: float(value) for name, value in peak.items()}
+
+    def cache_bytes(self, plan: Plan) -> float:
+        """Predict the bytes of keys, values and recurrent states that a plan holds at once, with their gradients."""
+        cache = self.counts.cache_token * plan.cached_tokens
+        return cache + self.counts.cache_state * plan.cached_states if self.counts.cache_state else cache
+
+    def graphs_within(self, plan: Plan, limit: float) -> "PartBytes":
+        """Predict each part's graph, and what remains for graphs of other parts while it runs within a limit."""
+        factor, fixed = SLACK[self.device]
+        step = self.counts.step + STEP_TOKEN * plan.layout.num_tokens
+        graph, working, _ = self._bytes_of_parts(plan)
+        return PartBytes(graph, (limit - fixed) / factor - step - self.cache_bytes(plan) - graph - working)
+
+    def _bytes_of_parts(self, plan: Plan) -> tuple[Floats, Floats, Int64s]:
+        """Predict each part's graph and the bytes beside it at its worst moment; and the tokens of the path above."""
+        model, layout = self.counts, plan.layout
+        rows = np.bincount(plan.part_of[layout.rows], minlength=plan.num_parts)
+        path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)
+        # A head row saves its hidden state and its edges' scores for backward.
+        row_bytes = model.hidden * model.dtype_bytes + 4 * self.counts.wide_bytes
+        graph = np.asarray(model.saved_pass + model.saved_token * plan.sizes + row_bytes * rows, np.float64)
+        return graph, self._working(plan.sizes, rows, path, graph), path
+
+    def again_seconds(self, plan: Plan) -> Floats:
+        """Predict the seconds that it takes to run each part once more, for its scores, without graph."""
+        seconds = self._own_seconds(plan)["score"]
+        return seconds if self.links is None else seconds + self.links.added_seconds("forward", seconds)
 
     def _working(self, tokens: Int64s, rows: Int64s, path: Int64s, graph: Floats) -> Floats:
         """Predict the bytes [P] beside each part's graph at the worst moment of its passes; all arguments are [P]."""

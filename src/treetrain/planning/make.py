@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.partition import partition
@@ -105,11 +106,26 @@ def within_bytes(layout: PackedLayout, cost: Costs, limit: Bytes) -> tuple[Plan,
     return fits[2], fits[0]
 
 
-SCORED_FIRST = {
-    "kept": "all parts run forward once; their graphs are kept until the loss is known",
-    "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
-}
-"""Texts for plans whose loss is known only after everything has been scored."""
+def _scored_first(plan: Plan) -> str:
+    """Say what happens to the graphs of a plan whose loss is known only after everything has been scored."""
+    if plan.scores_first == "recomputed":
+        return "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)"
+    if plan.scores_first == "no":
+        return ""
+    if plan.kept.all():
+        return "all parts run forward once; their graphs are kept until the loss is known"
+    again = plan.sizes[~plan.kept].sum()
+    return (
+        f"{plan.kept.sum():,} of {plan.num_parts:,} parts keep their graphs until the loss is known; the others "
+        f"({again:,} tokens) run forward again, last first: {_ranges(np.flatnonzero(~plan.kept)[::-1])}"
+    )
+
+
+def _ranges(parts: NDArray[np.integer], most: int = 8) -> str:
+    """Numbers of parts, neighbours as ranges, and at most so many of these."""
+    runs = np.split(parts, np.flatnonzero(np.abs(np.diff(parts)) > 1) + 1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts[:most]) + (" ..." if len(texts) > most else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +166,7 @@ class Budgeted:
         facts = self.explanation(plan)
         f = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
         given = "none given: " if self.budget is None else f"{self.budget}: " * isinstance(self.budget, Bytes)
-        leaves = facts["parts"] - facts["kept_parts"] - facts["recomputed_parts"]
+        leaves = facts["parts"] - int(plan.is_inner.sum())
         seconds = [f"{facts[name]:.3g} s" for name in ("seconds", "seconds_recomputation", "seconds_fixed")]
         sentences = {
             "budget": given + ("no bound" if self.tokens is None else f"{f['budget_tokens']} tokens alive at once"),
@@ -158,7 +174,7 @@ class Budgeted:
             f"largest {f['largest_part']} tokens",
             "tokens": f"{f['tokens']} computed; longest path {f['longest_path']}",
             "recomputed": f"{f['recomputed_tokens']} tokens forward",
-            "scored first": SCORED_FIRST.get(facts["scores_first"], ""),
+            "scored first": _scored_first(plan),
             "alive at once": f"{f['peak_tokens']} tokens",
             "peak memory": f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state "
             "(predicted)",
@@ -233,17 +249,14 @@ def make_plan(
         plan, tokens = partition(layout, budget, cost.seconds), budget
     else:
         size = max(PART_TOKENS[cost.device], cost.hiding_tokens)
-        plan, tokens = _within_size(layout, cost, size), None
+        tokens = None
+        if layout.num_tokens <= size:
+            plan = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
+        else:
+            plan = partition(layout, None, cost.seconds, part_tokens=size)
         if free_bytes is not None and cost.peak_bytes(plan) > free_bytes:
             plan, tokens = within_bytes(layout, cost, Bytes(free_bytes))
     return replace(plan, purpose=Budgeted(cost=cost, budget=budget, tokens=tokens))
-
-
-def _within_size(layout: PackedLayout, cost: CostModel, size: int) -> Plan:
-    """The plan without a bound: one part, or parts of about this size."""
-    if layout.num_tokens <= size:
-        return Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
-    return partition(layout, None, cost.seconds, part_tokens=size)
 
 
 def trained_layout(tree: TokenTree) -> PackedLayout:

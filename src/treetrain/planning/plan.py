@@ -22,11 +22,15 @@ from treetrain.tree.token_tree import Int64s, path_to
 Bools = NDArray[np.bool_]
 
 
+_LETTERS = {"prefill": "P", "score": "P", "forward": "F", "backward": "B"}
+
+
 class Event(NamedTuple):
     """One pass of the model."""
 
-    kind: Literal["prefill", "forward", "backward"]
-    """A "prefill" runs exported tokens of recomputed parts without graph; a "forward" runs a part with graph."""
+    kind: Literal["prefill", "score", "forward", "backward"]
+    """A "prefill" runs exported tokens of recomputed parts without graph, a "score" a whole part. A "forward" runs a
+    part with graph."""
     number: int
     """The number of the prefill or of the part."""
 
@@ -96,15 +100,17 @@ class Plan:
     attach: Int64[np.ndarray, " P"]
     """The token that all pieces of the part continue; -1 at roots."""
     kept: Bool[np.ndarray, " P"]
-    """Inner parts whose graph stays alive while the parts below run."""
+    """Inner parts whose graph stays alive while the parts below run. If all parts are scored first: parts of any kind
+    whose graph stays alive from then until their backward."""
     exported: Bool[np.ndarray, " M"]
     """Tokens with descendants in another part."""
     prefill: Int64[np.ndarray, " P"]
     """The prefill that runs a recomputed part's exported tokens; -1 for kept parts and leaves."""
     scores_first: Literal["no", "kept", "recomputed"] = "no"
     """When the loss is evaluated. "no": for each trajectory as soon as its last prediction is scored. "kept": after all
-    parts have run forward, whose graphs are kept until then. "recomputed": after all parts have run once without graph;
-    they then run again as this plan says."""
+    parts have run forward once. The `kept` ones keep their graphs until then, the others run again; the caches of all
+    parts are held. "recomputed": after all parts have run once without graph, in the memory of one path; they then run
+    again as this plan says."""
     purpose: Purpose | None = None
     """The costs and the budget given to `make_plan`; None for a plan made otherwise."""
 
@@ -187,7 +193,14 @@ class Plan:
     @cached_property
     def is_inner(self) -> Bool[np.ndarray, " P"]:
         """Parts with parts below them."""
-        return self.kept | (self.prefill >= 0)
+        inner = np.zeros(self.num_parts, bool)
+        inner[self.parent[self.parent >= 0]] = True
+        return inner
+
+    @property
+    def runs_twice(self) -> Bool[np.ndarray, " P"]:
+        """Parts that are scored without graph and then run again."""
+        return ~self.kept if self.scores_first == "kept" else np.full(self.num_parts, self.scores_first != "no")
 
     @cached_property
     def _by_part(self) -> tuple[Int64s, Int64s]:
@@ -230,15 +243,20 @@ class Plan:
         while stack:
             yield "leave", stack.pop()
 
-    def with_all_kept(self) -> Self:
-        """The same parts; all run forward before the first runs backward."""
-        return replace(self, kept=self.is_inner, prefill=np.full_like(self.prefill, -1), scores_first="kept")
+    def scored_first(self, kept: Bool[np.ndarray, " P"] | None = None) -> Self:
+        """The same parts; all are scored before the first runs backward, and these (None: all) keep their graphs."""
+        kept = np.ones(self.num_parts, bool) if kept is None else kept
+        return replace(self, kept=kept, prefill=np.full_like(self.prefill, -1), scores_first="kept")
 
     def events(self) -> Iterator[Event]:
         """Yield the passes of a training step in order. Passes that only score parts beforehand are left out."""
         if self.scores_first == "kept":
-            yield from (Event("forward", part) for part in range(self.num_parts))
-            yield from (Event("backward", part) for part in reversed(range(self.num_parts)))
+            kept = self.kept.tolist()
+            yield from (Event("forward" if stays else "score", part) for part, stays in enumerate(kept))
+            for part in reversed(range(self.num_parts)):
+                if not kept[part]:
+                    yield Event("forward", part)
+                yield Event("backward", part)
             return
         for visit, part in self.traverse():
             if visit == "leave":
@@ -252,8 +270,14 @@ class Plan:
 
     @property
     def kinds(self) -> str:
-        """One letter for each event: P(refill), F(orward) or B(ackward)."""
-        return "".join(event.kind[0].upper() for event in self.events())
+        """One letter for each event: F(orward), B(ackward), or P for a pass without graph."""
+        return "".join(_LETTERS[event.kind] for event in self.events())
+
+    @property
+    def phases(self) -> tuple[str, str]:
+        """The letters of `kinds` before the loss is known and after it, if it is known after all parts are scored."""
+        split = self.num_parts if self.scores_first == "kept" else 0
+        return self.kinds[:split], self.kinds[split:]
 
     def exported_tokens(self, part: int) -> Int64[np.ndarray, " x"]:
         """A part's tokens that have descendants in other parts, ascending."""
@@ -291,12 +315,13 @@ class Plan:
     def recomputed_tokens(self) -> int:
         """Tokens that run forward twice: once without graph, and again with it."""
         again = int(self.is_recomputed_token.sum())
-        return again + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
+        return again + int(self.sizes[self.runs_twice].sum())
 
     def graphs_beside(self, per_part: NDArray[Any]) -> NDArray[Any]:
         """Sum `per_part` [P] over the other parts whose graph is alive while each part runs; returns [P]."""
         if self.scores_first == "kept":
-            return np.cumsum(per_part) - per_part
+            stays = np.where(self.kept, per_part, 0)
+            return np.cumsum(stays) - stays
         return self._above(np.where(self.kept, per_part, 0))
 
     def _above(self, per_part: NDArray[Any]) -> NDArray[Any]:

@@ -19,20 +19,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.kernel_checks import failure_of
-from treetrain.softmax_attention.cached_attention import CachedAttention
-from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.device_arrays import CHECKED
+from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
-from treetrain.softmax_attention.self_check import failure_of_backend
-from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
 from treetrain.tree.layout import FULL, AttentionRange
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
 ORDER = {"cpu": ("rectangles",), "cuda": ("varlen", "triton", "rectangles", "matmul")}
 """The backends of a device, by its type; the first that serves a layer runs."""
-CHECKED = {"cuda"}
-"""Types of devices on which a backend is compared with the specification before its first use."""
 
 
 def _rectangles(
@@ -45,6 +40,8 @@ def _varlen(forest: Forest, cache: KVCacheView | None, device: torch.device, _si
     # The Triton kernels serve parts below a path: see varlen.py.
     if cache is not None and cache.path_tokens > 0:
         return None
+    from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
+
     pieces = pieces_of(forest)
     return VarlenAttention(pieces, device, cache=cache) if suits(pieces) else None
 
@@ -190,14 +187,10 @@ class AttentionTree:
         failures = []
         for candidate in self._order[place]:
             made, failure = self._make(candidate, query), None
-            if isinstance(made, Exception):  # an import or a compiler failed
-                failure = failure_of(f"tree attention {candidate!r}", (str(query.device),), query.dtype, _raising(made))
-            elif made is None or not made.takes(query, value, spec):
+            if made is None or not (isinstance(made, Exception) or made.takes(query, value, spec)):
                 continue
-            elif query.device.type in CHECKED:
-                below = self._cache is not None and self._cache.path_tokens > 0
-                given = (made.name, BACKENDS[candidate], query, key, value, spec)
-                failure = failure_of_backend(*given, sinks=sinks is not None, below_path=below)
+            if query.device.type in CHECKED:
+                failure = self._failure(candidate, made, query, key, value, spec, sinks)
             if failure is None:
                 assert made is not None and not isinstance(made, Exception)
                 return made
@@ -225,6 +218,26 @@ class AttentionTree:
                     raise
                 self._made[place] = error
         return self._made[place]
+
+    def _failure(
+        self,
+        name: str,
+        made: CachedAttention | Exception,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+    ) -> str | None:
+        """Say why a backend must not serve a layer, by its self-check; None if it is right."""
+        from treetrain.kernel_checks import failure_of
+        from treetrain.softmax_attention.self_check import failure_of_backend
+
+        if isinstance(made, Exception):  # an import or a compiler failed
+            return failure_of(f"tree attention {name!r}", (str(query.device),), query.dtype, _raising(made))
+        below = self._cache is not None and self._cache.path_tokens > 0
+        given = (made.name, BACKENDS[name], query, key, value, spec)
+        return failure_of_backend(*given, sinks=sinks is not None, below_path=below)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
         given = {"query": query, "key": key, "value": value}

@@ -1,5 +1,8 @@
 """The KV cache: keys and values that a part passes to the parts below it, and the gradients that come back.
 
+`CachedAttention` is a layer's attention as one autograd Function: a backend computes, and the cache takes and gives
+keys and gradients.
+
 Keys and values of exported tokens are rows of buffers that all parts reuse. Each buffer has an accumulator for its
 gradient in float32 (float64 for a float64 model). In forward a part reads the rows of its root path and writes its own.
 In backward it adds to the gradients of the path and collects those of its own tokens. Autograd sees none of this, so it
@@ -9,6 +12,7 @@ Shape letters: C rows, N tokens of a part, P tokens on a path, K = P + N keys, X
 key/value heads, D size of query and key heads, V size of value heads.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,8 +21,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from treetrain.device_arrays import on_device
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 
 Rows = slice | Int64[Tensor, " rows"]
 """Rows of a buffer: a slice where they are consecutive, else indices."""
@@ -216,6 +222,83 @@ def sink_gradient(
     wide = lse.dtype
     share = (sinks.to(wide) - lse).exp_()
     return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)
+
+
+# ---- attention over the cache, as one autograd Function
+
+
+class CachedAttention(ABC):
+    """A backend that computes its own gradients; one autograd Function moves what the cache holds."""
+
+    name: str
+    cache: KVCacheView | None
+    """Reads the path above and stores the forest's own keys; None for whole trees."""
+
+    def __call__(
+        self,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
+        scale: float,
+        layer: Hashable = 0,
+        spec: AttentionSpec = PLAIN_ATTENTION,
+        sinks: Float[Tensor, " H"] | None = None,
+    ) -> Float[Tensor, "N H V"]:
+        return _Attend.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
+
+    @abstractmethod
+    def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+        """Whether the backend has kernels for a layer's dtype, head sizes and spec."""
+
+    @abstractmethod
+    def path_seen(self, spec: AttentionSpec) -> int:
+        """The number of last tokens of the path that some token of the forest sees."""
+
+    @abstractmethod
+    def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        """The output [N, H, V] in the dtype of the query, and its log-sum-exp with sinks, in the backend's layout."""
+
+    @abstractmethod
+    def backward(
+        self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
+    ) -> Inputs:
+        """The gradients of the inputs. With a cache, those of keys and values are in float32 or wider."""
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: Hashable, spec: AttentionSpec
+    ) -> Inputs:
+        """The inputs with what the layer sees of the path."""
+        seen = self.path_seen(spec)
+        path = None if self.cache is None or not seen else self.cache.read(layer, key, value, seen)
+        return Inputs(query, key, value, sinks, path)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, backend: CachedAttention, scale: float, layer, spec: AttentionSpec):
+        if backend.cache is not None:
+            backend.cache.write(layer, key, value)
+        out, lse = backend.forward(backend.inputs(query, key, value, sinks, layer, spec), scale, spec)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.call = backend, scale, layer, spec
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        *tensors, out, lse = ctx.saved_tensors
+        backend, scale, layer, spec = ctx.call
+        given = backend.inputs(*tensors, layer, spec)
+        grads = backend.backward(grad_out.to(given.query.dtype), given, out, lse, scale, spec)
+        if backend.cache is not None:
+            if grads.path is not None:
+                backend.cache.add_path_gradients(layer, *grads.path, backend.path_seen(spec))
+            backend.cache.collect(layer, grads.key, grads.value)
+        own = (None if x is None else grad.to(x.dtype) for x, grad in zip(tensors, grads))
+        return (*own, None, None, None, None)
+
+
+# ---- rows of buffers
 
 
 def _take(tensor: Tensor, rows: Rows) -> Tensor:

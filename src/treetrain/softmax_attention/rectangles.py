@@ -14,7 +14,8 @@ pieces in a batch of Q queries and K keys: the last tokens of the path (none wit
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import on_device, to_device
-from treetrain.softmax_attention.cached_attention import CachedAttention
-from treetrain.softmax_attention.kv_cache import Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
 from treetrain.softmax_attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
-from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen
 from treetrain.tree.layout import FULL, AttentionRange
+
+if TYPE_CHECKING:
+    from treetrain.softmax_attention.varlen import DeviceCall
 
 CALL_MICROSECONDS = 350.0
 """Measured cost of one more rectangle, forward and backward with its merge, on one small CPU."""
@@ -147,6 +149,8 @@ class FlashKernel:
     """Stock flash attention of a GPU for calls without a mask; matrix products for tiles."""
 
     def __init__(self):
+        from treetrain.softmax_attention.varlen import StockVarlen
+
         self._flash, self._plain = StockVarlen(), PlainKernel(None)
 
     def forward(self, query, key, value, causal, mask, scale):
@@ -174,8 +178,10 @@ def _multiple_of_8(query: Tensor, value: Tensor) -> int:
     return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
 
 
-def _one_piece(query: Tensor, key: Tensor, causal: bool) -> DeviceCall:
+def _one_piece(query: Tensor, key: Tensor, causal: bool) -> "DeviceCall":
     """Make one call of all queries [1, H, Q, D] against all keys."""
+    from treetrain.softmax_attention.varlen import DeviceCall
+
     queries, keys = query.shape[2], key.shape[2]
     query_offsets, key_offsets = to_device([np.array([0, n], np.int32) for n in (queries, keys)], query.device)
     return DeviceCall(None, None, query_offsets, key_offsets, (queries, keys), causal)
@@ -198,12 +204,14 @@ def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slic
         yield slice(start, stop), slice(0, stop if causal else key.shape[2])
 
 
-def _kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> Kernel:
-    """Choose the fastest kernel for a layer's device, dtype, head sizes and cap."""
-    if spec.softcap is None and query.device.type == "cpu":
+def _kernel(query: Tensor, value: Tensor, spec: AttentionSpec, *, plain: bool = False) -> Kernel:
+    """Choose the fastest kernel for a layer's device, dtype, head sizes and cap; matrix products if `plain`."""
+    if plain or spec.softcap is not None:
+        return PlainKernel(spec.softcap)
+    if query.device.type == "cpu":
         return StockKernel()
     sixteen_bits = query.dtype in (torch.bfloat16, torch.float16)
-    if spec.softcap is None and sixteen_bits and max(query.shape[-1], value.shape[-1]) <= 256:
+    if sixteen_bits and max(query.shape[-1], value.shape[-1]) <= 256:
         return FlashKernel()
     return PlainKernel(spec.softcap)
 
@@ -225,14 +233,14 @@ class _BatchTensors:
     mask: Float[Tensor, "C 1 Q K"]
 
 
+@dataclass(eq=False, slots=True)
 class _Calls:
     """A schedule and its batches as tensors, shared by all layers with the same visible range."""
 
-    def __init__(self, schedule: Schedule, tail: int | None):
-        self.schedule = schedule
-        self.tail = tail
-        """Number of path tokens put before the keys; None where the whole path is one more rectangle."""
-        self._batches: dict[tuple[torch.dtype, torch.device], list[_BatchTensors]] = {}
+    schedule: Schedule
+    tail: int | None
+    """Number of path tokens put before the keys; None where the whole path is one more rectangle."""
+    _batches: dict[tuple[torch.dtype, torch.device], list[_BatchTensors]] = field(default_factory=dict)
 
     def batches(self, like: Tensor) -> list[_BatchTensors]:
         """The batches' tensors, with masks in the dtype of `like`: made once for all layers and both directions."""
@@ -286,7 +294,7 @@ class RectangleAttention(CachedAttention):
         return self.cache.path_tokens if tail is None else tail
 
     def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        calls, kernel = self.calls(spec.visible_range), self._kernel(given, spec)
+        calls, kernel = self.calls(spec.visible_range), _kernel(given.query, given.value, spec, plain=self._plain)
         keys = (given.key, given.value) if calls.tail is None else given.below_path()
         out, lse = _forward_calls(kernel, calls, given.query, *keys, scale)
         if calls.tail is None and given.path is not None:
@@ -302,7 +310,7 @@ class RectangleAttention(CachedAttention):
     def backward(
         self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
     ) -> Inputs:
-        calls, kernel = self.calls(spec.visible_range), self._kernel(given, spec)
+        calls, kernel = self.calls(spec.visible_range), _kernel(given.query, given.value, spec, plain=self._plain)
         sinks = None if given.sinks is None else sink_gradient(given.sinks, grad_out, out, lse)
         keys = (given.key, given.value) if calls.tail is None else given.below_path()
         grads = _backward_calls(kernel, calls, (grad_out, given.query, *keys, out, lse), scale)
@@ -313,9 +321,6 @@ class RectangleAttention(CachedAttention):
             dq, *path = _call_backward(kernel, (grad_out, given.query, *given.path, out, lse), False, scale)
             grads[0].add_(dq)
         return Inputs(*grads, sinks, None if path is None else (path[0], path[1]))
-
-    def _kernel(self, given: Inputs, spec: AttentionSpec) -> Kernel:
-        return PlainKernel(spec.softcap) if self._plain else _kernel(given.query, given.value, spec)
 
     def calls(self, visible_range: AttentionRange) -> _Calls:
         """The calls for layers with this visible range; made at first use."""

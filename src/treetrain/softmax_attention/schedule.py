@@ -129,7 +129,12 @@ class _Segments:
         self.parent: list[int] = forest.segment_parent.tolist()
         self.end: list[int] = forest.ends[first].tolist()
         self.depth: list[int] = forest.depth[first].tolist()
-        self.max_depth = _subtree_max_depth(forest)
+        self.max_depth: list[int] = forest.depth[forest.segment_start[1:] - 1].tolist()
+        """Largest depth in each segment's subtree."""
+        for segment in range(len(self.parent) - 1, 0, -1):
+            above = self.parent[segment]
+            if above >= 0:
+                self.max_depth[above] = max(self.max_depth[above], self.max_depth[segment])
         self.at = dict(zip(self.start, range(len(self.parent))))
 
     def siblings(self, start: int, stop: int) -> list[int]:
@@ -139,16 +144,6 @@ class _Segments:
             found.append(self.at[start])
             start = self.end[found[-1]]
         return found
-
-
-def _subtree_max_depth(forest: Forest) -> list[int]:
-    """Find the largest depth [S] in each segment's subtree."""
-    deepest, parents = forest.depth[forest.segment_start[1:] - 1].tolist(), forest.segment_parent.tolist()
-    for s in range(len(deepest) - 1, 0, -1):
-        parent = parents[s]
-        if parent >= 0 and deepest[s] > deepest[parent]:
-            deepest[parent] = deepest[s]
-    return deepest
 
 
 class _Costs:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from treetrain.device_arrays import tf32_is_allowed
 from treetrain.kernel_checks import failure_of, relative_error
-from treetrain.softmax_attention.cached_attention import CachedAttention
-from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
+from treetrain.softmax_attention.kv_cache import CachedAttention, KVCache, KVCacheView
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
 from treetrain.tree.build import build_tree

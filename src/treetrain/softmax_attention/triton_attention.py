@@ -17,8 +17,7 @@ from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
 from treetrain.device_arrays import launch, tf32_is_allowed, to_device
-from treetrain.softmax_attention.cached_attention import CachedAttention
-from treetrain.softmax_attention.kv_cache import Inputs, KVCacheView
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
 from treetrain.softmax_attention.tile_lists import TILE, keys_of, make_tile_lists
 from treetrain.softmax_attention.triton_kernels import (

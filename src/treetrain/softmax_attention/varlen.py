@@ -28,8 +28,7 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import to_device
-from treetrain.softmax_attention.cached_attention import CachedAttention
-from treetrain.softmax_attention.kv_cache import Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, path_tops
 from treetrain.tree.layout import ranges
 

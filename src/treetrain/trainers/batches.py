@@ -1,7 +1,7 @@
 """Trainers' batches, padded [B, L] or packed, and the rows of their own length in them."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,14 @@ IGNORED = -100
 """The label of tokens that are not predicted."""
 TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 """Keyword arguments by which TRL's `AsyncGRPOTrainer` describes a packed tree to its model."""
+
+
+OutputKind = Literal["fused", "loss", "rewards", "tokens"]
+"""What a trainer reads of its model's output: log-probabilities of TRL's fused head, a loss, rewards, or the
+log-probabilities of `treetrain.token_logprobs`."""
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Keyword arguments by which processors say which tokens are of an image; 0 is text."""
 
 
 class Span(NamedTuple):
@@ -205,7 +213,7 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
     """Recover the rows of a batch that is padded, packed, neither, or a packed tree.
 
     Args:
-        kwargs: keyword arguments of the model's call.
+        kwargs: keyword arguments of the model's call. Without ``labels`` every token but a row's first is predicted.
         rewards: the model scores whole rows, so there are no token labels.
 
     Raises:
@@ -214,6 +222,8 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
     if "tree_kv_index" in kwargs:
         return _rows_of_packed_tree(kwargs)
     ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is None and positions is None and (bounds := kwargs.get("cu_seq_lens_q")) is not None:
+        positions = positions_between(bounds, ids)
     if mask is None and positions is not None:
         spans = packed_spans(positions.expand(ids.shape))
     else:
@@ -229,11 +239,17 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
     rows = [host[b, start:stop].numpy() for b, start, stop in spans]
     if rewards:
         return Rows(rows, [], [], ids.new_zeros((0, 0), dtype=torch.bool), spans)
-    labels = kwargs["labels"][:, 1:]
-    wanted, inside = (labels != IGNORED).cpu(), torch.zeros(labels.shape, dtype=torch.bool)
+    inside = torch.zeros(ids[:, 1:].shape, dtype=torch.bool)
     columns = [(b, start, max(stop - 1, start)) for b, start, stop in spans]
     for b, start, stop in columns:
         inside[b, start:stop] = True
+    if (labels := kwargs.get("labels")) is None:
+        labels = ids[:, 1:].masked_fill(~inside.to(ids.device), IGNORED)
+    elif labels.shape != ids.shape:
+        raise DataError(f"labels has shape {tuple(labels.shape)} and input_ids {tuple(ids.shape)}; both must be [B, L]")
+    else:
+        labels = labels[:, 1:]
+    wanted = (labels != IGNORED).cpu()
     for wrong, why in (
         (
             wanted & ~inside,
@@ -253,6 +269,22 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
         wanted=labels != IGNORED,
         spans=spans,
     )
+
+
+def positions_between(bounds: Integer[Tensor, " _"], input_ids: Integer[Tensor, "B T"]) -> Integer[Tensor, "1 T"]:
+    """The positions of packed rows whose bounds are given, as the cu_seq_lens of flash attention give them.
+
+    Raises:
+        DataError: bounds that do not run from 0 to the number of tokens, or more than one packed row of them.
+    """
+    ends, tokens = bounds.cpu().long(), input_ids.shape[1]
+    if len(input_ids) != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or bool((ends.diff() <= 0).any()):
+        raise DataError(
+            f"cu_seq_lens_q is {ends.tolist()} for input_ids of shape {tuple(input_ids.shape)}; it must rise from 0 to "
+            "the number of tokens of a batch [1, T]"
+        )
+    columns = torch.arange(tokens)
+    return (columns - ends[torch.searchsorted(ends, columns, right=True) - 1])[None].to(input_ids.device)
 
 
 def _rows_of_packed_tree(kwargs: dict[str, Any]) -> Rows:

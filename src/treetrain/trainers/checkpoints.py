@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,7 @@ from treetrain.trainers.checkpoint_files import (
     read_manifest,
     rotate,
 )
+from treetrain.trainers.relied_on import TESTED, Members, missing_members, warn_if_untested
 from treetrain.trainers.run_facts import (
     FIXED,
     LENGTH,
@@ -62,8 +63,24 @@ from treetrain.trainers.skipped_steps import SkippedSteps, first_not_finite, ski
 from treetrain.trainers.stopping import StopWithCheckpoint, catch_signals
 
 T = TypeVar("T")
-TESTED = "5.17.", "5.23."
-"""Versions of transformers with which the overridden private methods are tested."""
+WHOLE, EXACT, FINITE = (
+    "a checkpoint is complete or not there",
+    "a resumed run is bit-identical",
+    "a step whose gradient is NaN or infinite is skipped",
+)
+PROMISES: Mapping[str, Members] = {
+    WHOLE: {"_save_checkpoint": ("model", "trial"), "_get_output_dir": ("trial",), "save_model": ("output_dir",)},
+    EXACT: {
+        "_run_epoch": (),
+        "_finalize_training": (),
+        "_load_best_model": (),
+        "_load_rng_state": ("checkpoint",),
+        "_load_from_checkpoint": ("resume_from_checkpoint",),
+        "_load_optimizer_and_scheduler": ("checkpoint",),
+    },
+    FINITE: {"_get_grad_norm": ("model", "grad_norm")},
+}
+"""The methods of `transformers.Trainer` that are overridden, by what rests on them."""
 CALLBACKS = "callbacks"
 SHARDS = "pytorch_model_fsdp_0"
 """The folder of a checkpoint in which accelerate writes the shards of a model."""
@@ -93,7 +110,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     Raises:
         TypeError: the mixin comes after the Trainer in the list of bases.
-        ValueError: an untested version of transformers, DeepSpeed, `save_on_each_node`, or checkpoints on the hub.
+        ValueError: DeepSpeed, `save_on_each_node`, checkpoints on the hub, or a version of transformers without the
+            methods that write checkpoints.
     """
 
     how_to_resume = "trainer.train(resume_from_checkpoint=True)"
@@ -117,6 +135,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     lr_scheduler: Any
     _last_good: Path | None = None
     _resumed: Path | None = None
+    _began_at = 0
     _writing = False
     skipped_steps: SkippedSteps
     _facts: "dict[str, Any]"
@@ -129,15 +148,30 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.skipped_steps = SkippedSteps()
-        version, own = transformers.__version__, self.args
+        own, lost = self.args, {name: missing_members(Trainer, members) for name, members in PROMISES.items()}
+        unsafe = ", ".join(lost.pop(WHOLE)) if own.save_strategy != "no" else ""
+        lacks = f"transformers {transformers.__version__} lacks {unsafe}, by which checkpoints are written"
         for wrong, why in (
-            (not version.startswith(TESTED), f"transformers {version} is not tested: install {TESTED[-1]}*"),
+            (unsafe, f"{lacks}: install another version, or set save_strategy='no'"),
             (self.is_deepspeed_enabled, "DeepSpeed's checkpoints are not known: use DDP or FSDP2"),
             (own.save_on_each_node, "save_on_each_node=True: set it to False, and share one output_dir"),
             (own.push_to_hub and own.hub_strategy != "end", "checkpoints are not pushed: set hub_strategy='end'"),
         ):
             if wrong:
                 raise ValueError(f"SafeCheckpointsMixin: {why}")
+        for promise, missing in lost.items():
+            if missing:
+                self._withdraw(promise, ", ".join(missing))
+        warn_if_untested("transformers")
+
+    def _withdraw(self, promise: str, missing: str) -> None:
+        oldest, newest = TESTED["transformers"]
+        warnings.warn(
+            f"transformers {transformers.__version__} lacks {missing}: it is not promised that {promise}; {oldest} to "
+            f"{newest} are tested",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def step_size(self) -> str:
         """The data of an optimiser step over all ranks, as text. Override it in a trainer that counts differently."""
@@ -299,7 +333,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._check_weights("after")
-        if self._resumed and self.state.global_step == self._initial_global_step:  # there was nothing left to do
+        if self._resumed and self.state.global_step == self._began_at:  # there was nothing left to do
             self._load_rng_state(str(self._resumed))
         # With save_total_limit=1 transformers would delete the newest checkpoint here and leave the best one.
         with replaced(self.args, save_total_limit=None):
@@ -425,6 +459,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _restore_progress(self) -> None:
         """Restore state that transformers does not: the loss since the last log, `also_saved`, stateful callbacks."""
+        self._began_at = self.state.global_step
+        absent = [name for name in (*OWN_STATE, "_total_loss_scalar") if not hasattr(self, name)]
+        if absent:
+            self._withdraw(EXACT, ", ".join(absent))
         if (path := self._resumed) is None:
             return
         if read_manifest(path)["ranks"] == self.args.world_size:
@@ -437,7 +475,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                     old.load_state_dict(value)
                 else:
                     setattr(self, name, _filled(old, value))
-            self._total_loss_scalar -= float(self._tr_loss)  # train() returns the mean over the steps of this call
+            if not absent:
+                self._total_loss_scalar -= float(self._tr_loss)  # train() returns the mean over the steps of this call
         callbacks = self._callbacks()
         if (path / CALLBACKS).is_dir():
             states = {name: callback.state_dict() for name, callback in callbacks.items()}

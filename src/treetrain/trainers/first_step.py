@@ -10,31 +10,30 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Integer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_outputs import CausalLMOutput
 
 from treetrain.data.columns import sorted_by_prefix
-from treetrain.data.trajectory import common_prefix
-from treetrain.engine.costs import compute_dtype, cost_if_countable
+from treetrain.data.trajectory import Trajectory, common_prefix
+from treetrain.engine.costs import compute_dtype
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
-from treetrain.models.capability import causal_lm
-from treetrain.trainers.batches import IGNORED, TREE_INDEX, Rows, rows_of, tree_of
+from treetrain.models.capability import causal_lm, model_device
+from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, Span, rows_of, tree_of
 from treetrain.tree.stats import linear_work
 from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
 
 logger = logging.getLogger(__name__)
-Seam = Literal["fused", "loss", "rewards"]
-"""How a trainer calls its model: for log-probabilities by TRL's fused head, for a loss, or for rewards."""
 Batch = dict[str, Any]
 """Keyword arguments of the model's forward."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -53,7 +52,7 @@ LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 TRL_TILE, TRL_TILE_BYTES = 32_768, 36
 """The most tokens of the vocabulary in a tile of TRL's head, and bytes for each logit of a tile in its backward when
 plain torch operations compute it: the tile, eight copies in float32 and a mask (trl/kernels/chunked_logprob.py)."""
-_BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")
+_BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx", *TOKEN_TYPES)
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
 
@@ -77,17 +76,29 @@ class FirstStep:
     model, with `batch`, within `plain_run` and `tree_run`; then `judge` compares.
 
     Args:
-        engine: for the unwrapped model, so that other ranks take no part.
+        engine: for the unwrapped model, so that other ranks take no part unless they hold shards of it.
         call: the arguments of the trainer's call.
         rows: the rows in it.
         chosen: the numbers of those to compare, see `rows_to_compare`.
+        alone: compare with each row by itself, not with the batch as the trainer gives it.
     """
 
-    def __init__(self, engine: TreeEngine, call: Batch, rows: Rows, seam: Seam, chosen: Sequence[int]):
-        self.batch = small_batch(call, rows, chosen, tokens_within(engine, rows, seam))
-        """The arguments of both calls."""
+    def __init__(
+        self,
+        engine: TreeEngine,
+        call: Batch,
+        rows: Rows,
+        output_kind: OutputKind,
+        chosen: Sequence[int],
+        *,
+        alone: bool = False,
+    ):
+        self.batch = small_batch(call, rows, chosen, tokens_within(engine, rows, output_kind))
+        """The arguments of the tree's call."""
+        self._rows = rows_of(self.batch, rewards=output_kind == "rewards")
+        self._alone = alone
         self.device = self.batch["input_ids"].device
-        self._engine, self._seam, self._count = engine, seam, len(chosen)
+        self._engine, self._output_kind, self._count = engine, output_kind, len(chosen)
         self._names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
         self._parameters = list(self._names)
         self._size = sketch_size(self._parameters)
@@ -109,12 +120,61 @@ class FirstStep:
             with sketched(self._parameters, self._size, streamed=True) as self._plain_gradients:
                 yield
 
+    def run_plain(self, plain: Callable[..., Any]) -> None:
+        """Call the plain model, on the batch or on each row by itself, and run its backward."""
+        if not self._alone:
+            self.backward_of_plain(plain(**self.batch))
+            return
+        found, losses = [], []
+        for k, batch in enumerate(self._batches_alone()):
+            output = plain(**batch)
+            scores, share = self._scores_of(output, batch), 1.0
+            if self._output_kind == "loss":
+                if batch.get("num_items_in_batch") is None:  # a mean over its own predictions
+                    share = self._rows.masks[k].sum() / max(int(self._rows.wanted.sum()), 1)
+                objective = output.loss * share if share else None
+                losses += [] if objective is None else [objective.detach()]
+            else:
+                weights = self._weights().flatten()
+                place = torch.from_numpy(self._rows.places[k]) if self._rows.places else torch.tensor([k])
+                objective = (scores.flatten() * weights[place].to(scores)).sum()
+            found.append(scores.detach().flatten())
+            if objective is not None and objective.requires_grad:
+                self._backward(objective)
+        self._plain_scores = self._as_batch(found)
+        self._plain_loss = torch.stack(losses).sum() if losses else None
+
+    def _batches_alone(self) -> list[Batch]:
+        """The call of each row by itself: without padding, its positions from 0."""
+        batches = []
+        shared = {name: value for name, value in self.batch.items() if name not in (*_BY_TOKEN, *_OF_PACKING)}
+        for row, start, stop in self._rows.spans:
+            own = {}
+            for name in ("input_ids", "attention_mask", "labels", *TOKEN_TYPES):
+                if isinstance(value := self.batch.get(name), Tensor):
+                    own[name] = value[row : row + 1, start:stop]
+            if "labels" in own:
+                own["labels"] = own["labels"].clone()
+                own["labels"][:, 0] = IGNORED
+            batches.append(shared | own)
+        return batches
+
+    def _scores_of(self, output: Any, batch: Batch) -> Tensor:
+        """The scores [1, L - 1] of a row by itself, 0 where nothing is predicted; or its reward."""
+        if self._output_kind == "loss":
+            return label_logprobs(output.logits.detach(), batch["labels"])
+        return output.log_probs if self._output_kind in ("fused", "tokens") else output.logits
+
+    def _as_batch(self, found: list[Tensor]) -> Tensor:
+        """The scores of the rows in the shape of the batch's."""
+        return torch.stack(found) if self._output_kind == "rewards" else self._rows.batch(found)
+
     def backward_of_plain(self, output: Any) -> None:
         """Remember what the plain forward gave, and run its backward."""
-        scores = output.log_probs if self._seam == "fused" else output.logits
-        if self._seam == "loss":
+        scores = output.log_probs if self._output_kind in ("fused", "tokens") else output.logits
+        if self._output_kind == "loss":
             self._plain_loss = None if output.loss is None else output.loss.detach()
-            scores = None if scores is None else _logprobs(scores.detach(), self.batch["labels"])
+            scores = None if scores is None else label_logprobs(scores.detach(), self.batch["labels"])
         self._plain_scores = None if scores is None else scores.detach()
         objective = self._objective(scores, output)
         del output, scores  # logits, which the backward does not need
@@ -135,56 +195,91 @@ class FirstStep:
             scored: runs backward after the scores.
         """
         self._tree_scores = scores.detach()
-        self._tree_loss = output.loss.detach() if self._seam == "loss" else None
+        self._tree_loss = output.loss.detach() if self._output_kind == "loss" else None
         self._backward(self._objective(scores, output))
         with torch.autocast(self.device.type, enabled=False):
-            scored.backward(sync=False)
+            scored.backward(sync=self._engine.sharing.collective)
 
     def _objective(self, scores: Tensor | None, output: Any) -> Tensor:
         """The loss, or a random sum of the scores."""
-        if self._seam == "loss" or scores is None:
+        if self._output_kind == "loss" or scores is None:
             return output.loss
-        weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))
-        return (scores * weights.to(scores)).sum()
+        return (scores * self._weights(scores.shape).to(scores)).sum()
+
+    def _weights(self, shape: Sequence[int] | None = None) -> Tensor:
+        """Random weights of all scores, the same on both sides."""
+        if shape is None:
+            shape = self._rows.wanted.shape if self._rows.places else (len(self._rows.ids),)
+        return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
 
     def _backward(self, objective: Tensor) -> None:
         with torch.autocast(self.device.type, enabled=False):
             objective.backward()
 
-    def judge(self) -> tuple[dict[str, float], float | None]:
+    def judge(self, plain: Callable[..., Any] | None = None) -> tuple[dict[str, float], float | None]:
         """Compare, after both runs.
+
+        Args:
+            plain: the plain model, to say which side is right if they differ; None if it cannot be called on one rank.
 
         Returns:
             the relative differences, to be logged, and the FLOP/s of the plain forward and backward (None if the
-            model's FLOPs cannot be counted).
+            model's FLOPs cannot be counted, or the plain run was not timed).
 
         Raises:
             RuntimeError: they differ by more than rounding.
         """
-        model, plain, tree = self._engine.model, self._plain_gradients, self._tree_gradients
+        model, expected, tree = self._engine.model, self._plain_gradients, self._tree_gradients
         dtype = compute_dtype(model, self.device)
-        worst, kind = _worst_kind([self._names[p] for p in self._parameters], tree, plain, dtype)
+        worst, kind = _worst_kind([self._names[p] for p in self._parameters], tree, expected, dtype)
         plain_scores = self._plain_scores
         difference = Difference(
             scores=0.0 if plain_scores is None else relative_error([self._tree_scores], [plain_scores]),
-            gradients=relative_error(tree, plain),
+            gradients=relative_error(tree, expected),
             worst=worst,
             worst_kind=kind,
             losses=None
             if self._plain_loss is None or self._tree_loss is None
             else (float(self._plain_loss), float(self._tree_loss)),
         )
-        logger.info(_judged(difference, self.batch, self._count, dtype, self.device))
+        tf32 = dtype is torch.float32 and self.device.type == "cuda"
+        tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
+        limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
+        why = "" if difference.scores <= limit else self._why_scores_differ(plain, limit)
+        logger.info(_judged(difference, why, self._count, dtype, limit, loss_limit))
         logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
-        cost = cost_if_countable(model)
-        if cost is None:
+        cost = self._engine.prepared.cost
+        if cost is None or not self._seconds:
             return logs, None
-        small = rows_of(self.batch, rewards=self._seam == "rewards")
+        small = rows_of(self.batch, rewards=self._output_kind == "rewards")
         work = linear_work(tree_of(small.ids, small.masks), cost.counts.attention_ranges)
         return logs, cost.counts.flops(*work) / self._seconds
 
+    def _why_scores_differ(self, plain: Callable[..., Any] | None, limit: float) -> str:
+        """Say which of both sides is right, by each row by itself, why, and what to do."""
+        report = "train without share_prefixes and report this model"
+        if self._alone:
+            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {report}"
+        why, change = _layout_of(self.batch, self._rows)
+        if plain is None or self._plain_scores is None:
+            return f"Shared prefixes compute each row by itself, which is right. If {why}, {change}"
+        with torch.no_grad():
+            own = [self._scores_of(plain(**batch), batch).flatten() for batch in self._batches_alone()]
+        alone = self._as_batch(own)
+        tree = relative_error([self._tree_scores.reshape(alone.shape)], [alone])
+        batch = relative_error([self._plain_scores.reshape(alone.shape)], [alone])
+        if tree <= limit and not batch <= limit:
+            return (
+                f"Shared prefixes are right: they give what each row gives by itself (to {tree:.1e}). The trainer's "
+                f"batch does not ({batch:.1e}): {why}. To make both right, {change}. To go on as it is, set "
+                "check='rows', which compares with each row by itself"
+            )
+        if batch <= limit and not tree <= limit:
+            return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {report}"
+        return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {report}"
 
-def _logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:
+
+def label_logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:
     """Log-probabilities of the labels' tokens [B, L - 1], 0 where there is no label; a few positions at a time."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     logprobs = logits.new_zeros(labels[:, 1:].shape, dtype=wide)
@@ -215,6 +310,40 @@ def _worst_kind(
     return errors.get(worst, 0.0), worst
 
 
+def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None:
+    """Compare a few trajectories between the plain model and the tree, by their log-likelihood.
+
+    Args:
+        engine: for the unwrapped model, at temperature 1.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    masks = [row.weights[1:] != 0 for row in trajectories]
+    chosen = [trajectories[k] for k in rows_to_compare([row.ids for row in trajectories], masks)]
+    if not chosen:
+        return
+    ids = [torch.from_numpy(row.ids).long() for row in chosen]
+    labels = [row.masked_fill(torch.from_numpy(one.weights == 0), IGNORED) for row, one in zip(ids, chosen)]
+    columns = {"input_ids": (ids, 0), "attention_mask": ([torch.ones_like(row) for row in ids], 0)}
+    columns["labels"] = (labels, IGNORED)
+    device = model_device(engine.model)
+    call = {name: pad_sequence(rows, True, fill).to(device) for name, (rows, fill) in columns.items()}
+    first = FirstStep(engine, call, rows_of(call), "loss", range(len(chosen)))
+    inputs = {name: value for name, value in first.batch.items() if name != "labels"}
+    targets = first.batch["labels"][:, 1:]
+    with first.plain_run():
+        logits = engine.model(**inputs, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten())
+        first.backward_of_plain(CausalLMOutput(loss=loss, logits=logits))  # type: ignore[arg-type]
+    rows = rows_of(first.batch)
+    with first.tree_run():
+        scored = engine.score(tree_of(rows.ids, rows.masks), mask=rows.masks)
+        scores = rows.batch(scored.logprobs)
+        first.backward_of_tree(CausalLMOutput(loss=-scores.sum() / rows.wanted.sum()), scores, scored)  # type: ignore[arg-type]
+    first.judge()
+
+
 # ---- the verdict
 
 
@@ -222,19 +351,17 @@ def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
     return limits.get(dtype, limits[torch.bfloat16])
 
 
-def _judged(difference: Difference, batch: Batch, count: int, dtype: torch.dtype, device: torch.device) -> str:
+def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, limit: float, loss_limit: float) -> str:
     """One sentence that says how far apart they are.
 
     Raises:
         RuntimeError: by more than rounding.
     """
-    tf32 = dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
     allowed = f"(relative; at most {limit:g} in {dtype})"
     if not difference.scores <= limit:  # also true of NaN
         raise RuntimeError(
             f"first step, {count} rows: log-probabilities (or rewards) of the plain model and with shared prefixes "
-            f"differ by {difference.scores:.1e} {allowed}. {_why_scores_differ(batch)}, or pass check=False"
+            f"differ by {difference.scores:.1e} {allowed}. {why}. check=False does not compare"
         )
     if difference.losses is not None:
         plain, ours = difference.losses
@@ -257,55 +384,60 @@ def _judged(difference: Difference, batch: Batch, count: int, dtype: torch.dtype
     )
 
 
-def _why_scores_differ(batch: Batch) -> str:
-    """Say what may explain different scores, by how the batch holds its rows, and what to do."""
-    mask = batch.get("attention_mask")
-    if mask is None and batch.get("position_ids") is not None:
+def _layout_of(batch: Batch, rows: Rows) -> tuple[str, str]:
+    """How this batch holds its rows may change them: in which way, and what to do."""
+    if batch.get("attention_mask") is None and batch.get("position_ids") is not None:
         return (
-            "Shared prefixes compute each packed row alone, which is right. If this attention lets packed rows see one "
-            "another, take another attn_implementation, or pad"
+            "this model lets packed rows see one another",
+            "pad the rows (no padding-free collator, packing=False), or take another attn_implementation",
         )
-    if mask is not None and not bool(mask[:, 0].all()):
+    if any(span.start > 0 for span in rows.spans):
         return (
-            "Shared prefixes count positions from a row's first token, as generation does, which is right. If this "
-            "model counts the padding on its left too, pad on the right"
+            "this model counts the padding on a row's left in its positions, which no row has in generation",
+            "pad on the right, or put position_ids that count from a row's first token into the batch",
         )
-    return "The model does not give a tree what it gives rows: train without share_prefixes and report this model"
+    return "rows of one batch change one another", "take batches of one row (per_device_train_batch_size=1)"
 
 
 # ---- the batch that is compared
 
 
-def rows_to_compare(ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]]) -> list[int]:
-    """Choose a few rows with something to predict: the two that share most, and a neighbour in prefix order."""
+def rows_to_compare(
+    ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]], spans: Sequence[Span] = ()
+) -> list[int]:
+    """Choose a few rows with something to predict: the two that share most, and a neighbour in prefix order.
+
+    If rows have padding on their left, one of them is chosen: their positions may be others than a row's own.
+    """
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
         return wanted
     order, shared = zip(*sorted_by_prefix(wanted, ids.__getitem__))
     first = min(int(np.argmax(shared[1:])), len(order) - ROWS)
-    return list(order[first : first + ROWS])
+    chosen = list(order[first : first + ROWS])
+    padded = [k for k in wanted if spans and spans[k].batch_row == k and spans[k].start > 0]
+    return [*chosen[:-1], padded[0]] if padded and not {*padded} & {*chosen} else chosen
 
 
-def tokens_within(engine: TreeEngine, rows: Rows, seam: Seam) -> int:
+def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> int:
     """The most tokens, padding included, that the plain model may run forward and backward at once.
 
     They need no more memory than the tree of these rows, or than its gradients, which come as the graph goes; as far as
     memory can be predicted.
     """
-    cost = cost_if_countable(engine.model)
+    cost = engine.prepared.cost
     if cost is None:
         return UNCOUNTED_TOKENS
     plan, counts = engine.plan(tree_of(rows.ids, rows.masks)), cost.counts
-    if engine.prepared.keeps_graphs(plan):
-        plan = plan.with_all_kept()
+    plan = engine.prepared.scored_first(plan) or plan
     step = sum(bytes for name, bytes in cost.bytes_by(plan).items() if name != "allocator")
     gradients = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
     room = max(step, gradients) - counts.saved_pass - counts.weight_gradient
     token = counts.saved_token + counts.backward_token + (counts.saved_layer if counts.checkpointing else 0)
-    if seam == "loss":  # logits, in float32 for the loss, their log-softmax, and the gradients of both
+    if output_kind in ("loss", "tokens"):  # logits, their log-softmax in float32, and the gradients of both
         logit, wide = counts.dtype_bytes, counts.wide_bytes
         token += counts.vocab * (3 * wide + (2 * logit if logit < wide else 0))
-    elif seam == "fused":  # TRL's head works on tiles, in torch or by a kernel that needs no more than the tile
+    elif output_kind == "fused":  # TRL's head works on tiles, in torch or by a kernel that needs no more than the tile
         kernel = rows.wanted.device.type in ("cuda", "xpu") and find_spec("triton") is not None
         token += min(counts.vocab, TRL_TILE) * (counts.dtype_bytes if kernel else TRL_TILE_BYTES)
     tokens = int(max(room / token, 0))
@@ -316,6 +448,14 @@ def tokens_within(engine: TreeEngine, rows: Rows, seam: Seam) -> int:
         pair = layers * counts.heads * (counts.wide_bytes + 2 * counts.dtype_bytes) / ROWS
         tokens = int((-token + (token**2 + 4 * pair * max(room, 0)) ** 0.5) / (2 * pair))
     return max(tokens, LEAST_TOKENS)
+
+
+def all_labelled(call: Batch, rows: Rows) -> Batch:
+    """The call with a label for every token of its rows except their first ones."""
+    labels = torch.full_like(call["input_ids"], IGNORED)
+    for row, start, stop in rows.spans:
+        labels[row, start + 1 : stop] = call["input_ids"][row, start + 1 : stop]
+    return call | {"labels": labels}
 
 
 def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> Batch:
@@ -329,11 +469,16 @@ def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> 
         index = torch.tensor([rows.spans[k].batch_row for k in chosen], device=ids.device)
         of_rows = {name: call[name] for name in _BY_TOKEN if isinstance(call.get(name), Tensor)}
         return call | {name: value.expand(len(ids), -1)[index] for name, value in of_rows.items()}
+    left = not packed and any(span.start > 0 for span in rows.spans)
+    tokens -= len(chosen) * left
     pieces, masks = _cut([rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen if rows.masks], tokens)
     columns: dict[str, list[Tensor]] = {"input_ids": [torch.from_numpy(piece).long() for piece in pieces]}
     if masks:
         wanted = [torch.from_numpy(np.append(False, mask)) for mask in masks]
         columns["labels"] = [row.masked_fill(~own, IGNORED) for row, own in zip(columns["input_ids"], wanted)]
+    for name in TOKEN_TYPES:  # of text, see `PrefixSharing.answer`
+        if call.get(name) is not None:
+            columns[name] = [torch.zeros_like(row) for row in columns["input_ids"]]
     if packed or call.get("position_ids") is not None:
         columns["position_ids"] = [torch.arange(len(piece)) for piece in pieces]
     if packed and call.get("seq_idx") is not None:
@@ -347,11 +492,11 @@ def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> 
         ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device)
         return batch | {name: ends if name.startswith("cu_") else max(lengths) for name in _OF_PACKING if name in call}
     columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
-    left = any(span.start > 0 for span in rows.spans)
-    fills = {"labels": IGNORED}
     for name, values in columns.items():
-        side = "left" if left else "right"
-        batch[name] = pad_sequence(values, True, fills.get(name, 0), padding_side=side).to(ids.device)
+        fill, side = IGNORED if name == "labels" else 0, "left" if left else "right"
+        if left:  # every row keeps some of the padding on its left, which positions may count
+            values = [nn.functional.pad(row, (1, 0), value=fill) for row in values]
+        batch[name] = pad_sequence(values, True, fill, padding_side=side).to(ids.device)
     return batch
 
 

@@ -6,21 +6,21 @@ import weakref
 from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from treetrain.data.trajectory import common_prefix
-from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.score import Scored
 from treetrain.errors import DataError
+from treetrain.planning.cost import CostModel
 from treetrain.trainers.batches import rows_of
-from treetrain.trainers.groups import group_rows
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from treetrain.engine.score import Scored
 
 STEPS = 3
 """Optimizer steps before the line and the warning."""
@@ -57,7 +57,7 @@ class Gains:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def add(self, scored: Scored, tree: TokenTree, model: nn.Module, started: float) -> None:
+    def add(self, scored: "Scored", tree: TokenTree, cost: CostModel | None, started: float) -> None:
         """Count a tree that is trained; the backward of the second ends a measurement, as the first also warms up."""
         self._trees += 1
         counts: dict[str, Any] = {
@@ -67,7 +67,7 @@ class Gains:
             "parts": scored.parts,
             "trees": 1,
         }
-        if (cost := cost_if_countable(model)) is not None:
+        if cost is not None:
             for name, work in (("row_flops", linear_work), ("tree_flops", tree_work)):
                 counts[name] = cost.counts.flops(*work(tree, cost.counts.attention_ranges))
             if self._trees == 2 and self.plain_rate is not None:
@@ -75,7 +75,7 @@ class Gains:
         self._counts.update(counts)
         self._first.update(counts)
 
-    def add_backward(self, scored: Scored) -> None:
+    def add_backward(self, scored: "Scored") -> None:
         """End the measurement, if this is the tree that is measured."""
         if self._timed is not None and scored is self._timed[0]():
             _, started, plain_seconds = self._timed
@@ -148,8 +148,8 @@ class Gains:
         if tree.num_flat_tokens - tree.num_tokens > LITTLE * (first["flat"] + loose):
             return (
                 f"But {first['calls']} calls of the model in compute_loss asked for logits, which no tree gives; "
-                f"of their {loose:,} tokens {1 - tree.num_tokens / loose:.0%} could be shared. Ask for "
-                "log-probabilities: model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True).log_probs"
+                f"of their {loose:,} tokens {1 - tree.num_tokens / loose:.0%} could be shared. Take "
+                "log-probabilities, those of the labels if the batch has labels: tt.token_logprobs(model, inputs)"
             )
         overlap = 1 - first["unique"] / max(first["flat"], 1)
         if (
@@ -173,6 +173,8 @@ class Gains:
         key = next((name for name in ("input_ids", "prompt_ids") if name in columns), None)
         if key is None or not hasattr(dataset, "__len__") or not len(dataset):
             return "", 0.0
+        from treetrain.trainers.groups import group_rows
+
         ids = [np.asarray(row) for row in dataset.select_columns(key)[:LOOKED_AT][key]]
         most = args.per_device_train_batch_size * args.gradient_accumulation_steps
         saved = sum(common_prefix(ids[a], ids[b]) for group in group_rows(ids, most) for a, b in pairwise(group))

@@ -9,30 +9,34 @@ copied.
 """
 
 import functools
+import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
-from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_outputs import SequenceClassifierOutput
 
+from treetrain import __version__
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.process_group import is_sharded
-from treetrain.engine.model_state import switches_of
-from treetrain.engine.score import Scored
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
-from treetrain.trainers.batches import TREE_INDEX, Rows, rows_of
-from treetrain.trainers.first_step import FirstStep, Seam, rows_to_compare
-from treetrain.trainers.gains import Gains
-from treetrain.trainers.step_scores import StepScores, TreeScores, gradient_versions
+from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, rows_of
+from treetrain.trainers.relied_on import TESTED, warn_if_untested
+from treetrain.trainers.step_scores import StepScores, TreeScores
+
+if TYPE_CHECKING:
+    from treetrain.engine.score import Scored
+    from treetrain.trainers.processes import Processes
 
 T = TypeVar("T", bound=Trainer)
 ASYNC_GRPO_ATTENTION = "tree_fa3"
@@ -45,15 +49,25 @@ KNOWN_ARGUMENTS = {
     *("tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels"),
 }
 """Keyword arguments of the model's forward that a tree supports."""
-TRL_VERSION = "1.16"
+MEDIA = ("pixel_", "image_", "video_", "input_features", "audio_")
+"""Beginnings of the names of keyword arguments that carry images, videos or sound."""
+FUSED_SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
+FUSED_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""The settings of TRL's `add_fused_lm_head`, and the values of each token that it may compute."""
 _FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
-SEAM_OF_TRAINER: dict[str, Seam] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
-"""The seam of each TRL trainer, by class name."""
-HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
-"""Module prefixes of trainers whose compute_loss passes the batch to that of `transformers.Trainer`."""
+OUTPUT_KIND_OF_TRAINER: dict[str, OutputKind] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
+"""What each TRL trainer reads of its model's output, by class name."""
+PROCESSES = {
+    "NO": "processes.Processes",
+    "MULTI_CPU": "processes.Processes",
+    "MULTI_GPU": "processes.Processes",
+    "FSDP": "sharded_processes.ShardedProcesses",
+    "DEEPSPEED": "zero_processes.ZeroProcesses",
+}
+"""How processes hold weights, by accelerate's distributed type."""
 
 
-def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check: bool = True) -> T:
+def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check: bool | Literal["rows"] = True) -> T:
     """Make a trainer compute every shared prefix of a batch once, in forward and backward, and return it.
 
     Losses, gradients, metrics and evaluation do not change. Rows of one optimizer step on one process
@@ -61,21 +75,25 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
 
     Args:
         trainer: a `transformers.Trainer` with a causal LM, or an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`,
-            `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer` or `AsyncGRPOTrainer` of TRL 1.16, after construction and
-            before ``train()``.
+            `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer` or `AsyncGRPOTrainer` of TRL, after construction and before
+            ``train()``.
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory above model, gradients and
             optimiser state; None uses the memory that is free.
         check: compare a few rows of the first training batch with the model's plain forward and backward, log the
-            difference, and stop if it is too large.
+            difference, and stop if it is too large. True runs the plain model on the batch as the trainer gives it;
+            "rows" on each row by itself, where that batch changes its rows (padding that positions count, packed rows
+            that see one another). False does not compare.
 
     Returns:
         the same object; its class is now a subclass of the one it had.
 
     Raises:
         UnsupportedModel: the model would not be exact on a tree.
-        ValueError: a setting of the trainer that cannot be exact (the message says what to change), or an unsupported
-            version of TRL.
+        ValueError: a setting of the trainer that cannot be exact (the message says what to change), or a version of
+            TRL whose trainers do not ask for log-probabilities in a known way.
     """
+    if check not in (True, False, "rows"):
+        raise ValueError(f"check is {check!r}; give True, False or 'rows'")
     if isinstance(trainer, SharesPrefixes):
         raise ValueError("this trainer shares prefixes already; call share_prefixes once")
     if not isinstance(trainer, Trainer):
@@ -96,7 +114,9 @@ class SharePrefixesMixin:
         budget, check: see `share_prefixes`; all other arguments are the trainer's.
     """
 
-    def __init__(self, *args: Any, budget: int | str | Bytes | None = None, check: bool = True, **kwargs: Any):
+    def __init__(
+        self, *args: Any, budget: int | str | Bytes | None = None, check: bool | Literal["rows"] = True, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         share_prefixes(self, budget, check=check)  # type: ignore[type-var]
 
@@ -105,6 +125,14 @@ class SharesPrefixes:
     """The methods that `share_prefixes` puts around those of a trainer."""
 
     prefix_sharing: "PrefixSharing"
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does. If another process has ended, the error says which."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            self.prefix_sharing.steps.all_ranks.explain(error)
+            raise
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Get the micro-batches of the next optimizer step, which are scored as one tree if they share prefixes."""
@@ -148,24 +176,41 @@ class FusedHead(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "FusedHead":
-        """Read the settings from TRL's closure around the model's forward; without one use the defaults."""
+        """Read the settings from TRL's closure around the model's forward.
+
+        Raises:
+            ValueError: there is none, or it has settings that are not known here.
+        """
+        import trl
+        from trl.trainer import utils
+
         forward: Any = causal_lm(model).forward
-        while forward is not None:
-            if _is_fused(forward):
-                settings = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
-                if settings["cast_lm_head_to_fp32"]:
-                    raise ValueError(
-                        "cast_lm_head_to_fp32=True: the head runs in the model's dtype here; set it to False"
-                    )
-                return cls(float(settings["temperature"]), tuple(settings["outputs"]))
+        while forward is not None and not _is_fused(forward):
             forward = getattr(forward, "__wrapped__", None)
-        return cls()
+        if forward is None:
+            raise ValueError(
+                f"trl {trl.__version__} does not give its model the fused head by which trainers of TRL "
+                f"{' to '.join(TESTED['trl'])} ask for log-probabilities (add_fused_lm_head): install one of these"
+            )
+        settings: Any = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
+        if settings["cast_lm_head_to_fp32"]:
+            raise ValueError("cast_lm_head_to_fp32=True: the head runs in the model's dtype here; set it to False")
+        outputs = tuple(settings["outputs"])
+        known = {*utils.FusedCausalLMOutput.__dataclass_fields__} & {*FUSED_OUTPUTS}
+        unknown = [f"outputs={name}" for name in outputs if name not in known]
+        for name, parameter in inspect.signature(utils.add_fused_lm_head).parameters.items():
+            value = settings.get(name, parameter.default)
+            if name not in ("model", *FUSED_SETTINGS) and value != parameter.default:
+                unknown.append(f"{name}={value}")
+        if unknown:
+            raise ValueError(f"the fused head of trl {trl.__version__} has {', '.join(unknown)}, not known here")
+        return cls(float(settings["temperature"]), outputs)
 
 
 def _is_fused(forward: Any) -> bool:
     """Whether this is the forward that TRL's `add_fused_lm_head` installs."""
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    return "cast_lm_head_to_fp32" in getattr(code, "co_freevars", ())
+    return {*FUSED_SETTINGS} <= {*getattr(code, "co_freevars", ())}
 
 
 class PrefixSharing:
@@ -174,36 +219,51 @@ class PrefixSharing:
     The state of an optimizer step is in ``steps.step``, which each step makes anew; here is what stays during a run.
     """
 
-    def __init__(self, trainer: Any, budget: int | str | Bytes | None, check: bool):
-        self.seam: Seam = seam_of(trainer)
-        check_trainer(trainer, self.seam)
+    def __init__(self, trainer: Any, budget: int | str | Bytes | None, check: bool | Literal["rows"]):
+        from treetrain.trainers.gains import Gains
+
+        self.output_kind: OutputKind = output_kind_of(trainer)
+        check_trainer(trainer, self.output_kind)
+        module, _, kind = PROCESSES[trainer.accelerator.distributed_type.value].partition(".")
+        module = importlib.import_module(f"treetrain.trainers.{module}")
+        self.processes: Processes = getattr(module, kind)(trainer)
         self.trainer, self.budget, self.check = trainer, budget, check
         self.model: nn.Module = trainer.model
         self.wrapped = self.model
         """The model as the trainer calls it, such as within DistributedDataParallel."""
-        self._rows_of = functools.partial(rows_of, rewards=self.seam == "rewards")
+        self._rows_of = functools.partial(rows_of, rewards=self.output_kind == "rewards")
         self.steps = StepScores(trainer, self._rows_of)
         self.in_loss = False
         """Whether the trainer is in `compute_loss`, where calls with labels ask for scores."""
-        self._engines: dict[tuple[int, float], TreeEngine] = {}
+        self.wants_logits = False
+        """Whether it reads the logits of the output that also has the loss, so that the plain forward gives both."""
+        self._compared = False
+        """Whether the settings of all ranks have been compared."""
+        self._engines: dict[tuple[object, float], TreeEngine] = {}
         self.gains = Gains(trainer)
         if getattr(self.model.config, "_attn_implementation", None) == ASYNC_GRPO_ATTENTION:
             self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
-        models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
-        heads = [FusedHead.of(model) for model in models]
+        models = [
+            trainer.accelerator.unwrap_model(model)
+            for model in (trainer.model, getattr(trainer, "ref_model", None))
+            if model is not None
+        ]
+        heads = [FusedHead.of(model) if self.output_kind == "fused" else FusedHead() for model in models]
         for model, head in zip(models, heads):
             self._engine(model, head)  # raises before any forward is replaced
         for model, head in zip(models, heads):
             if _is_fused((inner := causal_lm(model)).forward) and inner is not model:
                 inner.forward = OwnForward(inner)  # beneath an adapter
-            model.forward = TreeForward(self, model, head)
+            setattr(model, self.processes.call, TreeForward(self, model, head))
         self._head = heads[0]
+        for package in ("transformers",) if self.output_kind == "loss" else ("transformers", "trl"):
+            warn_if_untested(package)
         if trainer.accelerator.num_processes > 1:
             settle = _weakly(self._before_step)
             register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: settle(optimizer))
 
     def _engine(self, model: nn.Module, head: FusedHead) -> TreeEngine:
-        key = (id(model), head.temperature)
+        key = (self.processes.engine_key(model), head.temperature)
         if key not in self._engines:
             training = model.training
             model.train()  # so that checks see active dropout
@@ -226,35 +286,47 @@ class PrefixSharing:
             yield
             return
         self.wrapped = model
+        self._compare_settings(model)
+        self.processes.begin(model, _weakly(self.settle))
         with step.micro_batch():
             yield
         self.steps.drop_failed()
         last = self.trainer.accelerator.sync_gradients
-        self.settle(everything=last, average=last)
+        self.settle(everything=last, last=last)
         if last:
             step.end()
             self.gains.end_step()
 
-    def settle(self, *, everything: bool = True, average: bool | None = None) -> None:
+    def _compare_settings(self, model: nn.Module) -> None:
+        """Raise RanksDisagree on all ranks, before the first step, unless they have the same settings."""
+        sharing = self._engine(model, self._head).sharing
+        if not self._compared:
+            with sharing.ranks.together("share_prefixes"):
+                self.processes.check_prepared(model)
+                sharing.ranks.same(
+                    {
+                        "treetrain": __version__,
+                        "torch": torch.__version__,
+                        "the trainer": type(self.trainer).__name__,
+                        "check": self.check,
+                        "the temperature and outputs of the trainer's scores": self._head,
+                        "gradient_accumulation_steps": self.trainer.args.gradient_accumulation_steps,
+                        "trained weights": sum(p.requires_grad for p in model.parameters()),
+                    }
+                )
+            self.steps.ranks, self.steps.all_ranks, self._compared = sharing.passes_with, sharing.ranks, True
+
+    def settle(self, *, everything: bool = True, last: bool | None = None) -> None:
         """Run gradients that wait through their trees.
 
         Args:
             everything: also trees that hold rows of micro-batches to come, which are then scored again.
-            average: average gradients over the processes, unless these have been; None: as DistributedDataParallel
-                does, if this is the last micro-batch.
+            last: gradients become those of all processes, unless they are already; None: if this is the last
+                micro-batch.
         """
-        engine, step = self._engine(self.wrapped, self._head), self.steps.step
-        average = self.trainer.accelerator.sync_gradients if average is None else average
-        if engine.ranks.alone or not average:
-            self._settle(everything)
-        elif self.steps.gradients_wait or gradient_versions(engine.parameters) != step.averaged:
-            with engine.ranks.together("the backward of the step's trees"):
-                self._settle(everything)
-            engine.sharing.average_gradients(engine.parameters)
-            step.averaged = gradient_versions(engine.parameters)
-
-    def _settle(self, everything: bool) -> None:
-        for scored in self.steps.settle(everything=everything):
+        last = bool(self.trainer.accelerator.sync_gradients) if last is None else last
+        engine = self._engine(self.wrapped, self._head)
+        for scored in self.processes.settle(engine, self.steps, everything=everything, last=last):
             self.gains.add_backward(scored)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -262,7 +334,7 @@ class PrefixSharing:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(id(p) in stepped for p in self.model.parameters()):
             if self.steps.gradients_wait or not self.steps.step.complete:
-                self.settle(average=True)
+                self.settle(last=True)
             self.steps.step.complete = False
 
     @contextmanager
@@ -285,115 +357,205 @@ class PrefixSharing:
         Args:
             logits: the trainer reads the logits of the output that also has its loss, so the plain forward gives both.
         """
-        plain = {"forward": self.model.forward.plain} if logits and self.seam == "loss" else {}
-        with replaced(self.steps.step, training=False), replaced(self.model, **plain):
+        logits = logits and self.output_kind == "loss"
+        with replaced(self.steps.step, training=False), replaced(self, wants_logits=logits):
             yield
 
     # ---- The model's calls ----
 
-    def answer(self, model: nn.Module, plain: Callable, head: FusedHead, args: tuple, kwargs: dict) -> Any:
+    def answer(self, forward: "TreeForward", args: tuple, kwargs: dict) -> Any:
         """The result of a call of the model's forward: from a tree if it asks for scores, else its own."""
+        model, plain, head = forward.module, forward.plain, forward.head
         gradients = torch.is_grad_enabled()
+        if self.in_loss and self.output_kind == "loss" and args:
+            names = list(inspect.signature(type(model).forward).parameters)[1:]
+            args, kwargs = (), dict(zip(names, args)) | kwargs
+        if self._asks_later(kwargs):
+            return TreeOutput(forward, kwargs)
         if not self._answers(args, kwargs):
             if self.in_loss and gradients and not args and RUN_KEYWORD not in kwargs:
                 self.gains.add_call(kwargs)
             return plain(*args, **kwargs)
-        unknown = sorted(key for key, value in kwargs.items() if key not in KNOWN_ARGUMENTS and value is not None)
-        if unknown and not gradients:
-            return plain(*args, **kwargs)
-        if unknown:
-            raise ValueError(
-                f"the model is called with {', '.join(unknown)}, which is not known to be exact on a tree; leave it "
-                "out of the batch, or train without share_prefixes"
-            )
-        rows = self._rows_of(kwargs)
+        unknown = sorted(
+            key
+            for key, value in kwargs.items()
+            if key not in KNOWN_ARGUMENTS and value is not None and not (key in TOKEN_TYPES and not value.any())
+        )
         training = gradients and any(p.requires_grad for p in model.parameters())
-        with self.trainer.accelerator.autocast():
+        ranks = self._engine(self.wrapped if training and model is self.model else model, head).sharing.passes_with
+        with ranks.together("the model's call"):
+            # Ranks that run every pass together all take the plain forward, or none of them.
+            if not gradients and any(ranks.exchange(bool(unknown))):
+                rows = None
+            else:
+                check_inputs(unknown)
+                rows = self._rows_of(kwargs)
+        if rows is None:
+            return plain(*args, **kwargs)
+        with self.processes.autocast():
             if training and self.check:
-                self._check_first_step(model, plain, head, rows, kwargs)
-            return self._scored(model, head, rows, kwargs, training)
+                self._check_first_step(forward, head, rows, kwargs, self.output_kind)
+            with self._balanced(model, kwargs) as balanced:
+                engine, scores, own = self._scored(model, head, rows, training, balanced=balanced)
+            return self._output(forward, engine, scores, own, rows, kwargs)
+
+    def token_logprobs(
+        self, forward: "TreeForward", inputs: dict[str, Any], temperature: float, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `treetrain.token_logprobs` returns for a batch, from a tree."""
+        model, head = forward.module, FusedHead(temperature, ("log_probs", "entropy") if entropy else ("log_probs",))
+        rows = rows_of(inputs)
+        training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        with self.processes.autocast(), self._balanced(model, {}, allowed=False):
+            if training and self.check:
+                self._check_first_step(forward, head, rows, inputs, "tokens")
+            _, scores, own = self._scored(model, head, rows, training, balanced=False)
+        scored = scores.scored
+        assert scored is not None
+        logprobs = self.steps.kept_by(scores, rows.batch(scored.logprobs[own]))
+        entropies = None if scored.entropies is None else rows.batch(scored.entropies[own])
+        return logprobs, None if entropies is None else self.steps.kept_by(scores, entropies)
+
+    def _asks_later(self, kwargs: dict) -> bool:
+        """Whether a call is that of a loss of the user's own, which may still ask its output for log-probabilities."""
+        if not (self.in_loss and self.output_kind == "loss") or kwargs.get("labels") is not None:
+            return False
+        wanted = torch.is_grad_enabled() or callable(self.trainer.compute_loss_func)
+        return wanted and self._is_forward_over_rows(kwargs)
+
+    def _is_forward_over_rows(self, kwargs: dict) -> bool:
+        """Whether a call neither generates, nor wants logits for an evaluation, nor is one that a tree makes itself."""
+        rows = kwargs.get("input_ids") is not None and kwargs.get("past_key_values") is None
+        return rows and not self.wants_logits and RUN_KEYWORD not in kwargs
 
     def _answers(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call is answered from a tree: it asks for the trainer's scores and does not generate."""
-        generates = kwargs.get("past_key_values") is not None
-        if args or generates or RUN_KEYWORD in kwargs or kwargs.get("input_ids") is None:
+        if args or not self._is_forward_over_rows(kwargs):
             return False
-        if self.seam == "fused":
+        if self.output_kind == "fused":
             return bool(kwargs.get("fused_lm_head"))
-        wanted = self.seam == "rewards" or kwargs.get("labels") is not None
+        wanted = self.output_kind == "rewards" or kwargs.get("labels") is not None
         return self.in_loss and wanted
 
-    def _check_first_step(self, model: nn.Module, plain: Callable, head: FusedHead, rows: Rows, kwargs: dict) -> None:
+    def _check_first_step(
+        self, forward: "TreeForward", head: FusedHead, rows: Rows, kwargs: dict, kind: OutputKind
+    ) -> None:
         """Compare a few rows with the plain model; all ranks stop if one of them does. See `FirstStep`."""
-        ranks = self._engine(self.wrapped if model is self.model else model, head).ranks
-        with ranks.together("the comparison in the first step"):
-            chosen = rows_to_compare(rows.ids, rows.masks)
-            if chosen:
-                first = FirstStep(self._engine(model, head), kwargs, rows, self.seam, chosen)
+        from treetrain.trainers.first_step import FirstStep, all_labelled, label_logprobs, rows_to_compare
+
+        model = forward.module
+        if kwargs.get("labels") is None and kind == "tokens":
+            kwargs = all_labelled(kwargs, rows)
+        engine = self._engine(self.wrapped if model is self.model else model, head)
+        ranks = engine.ranks
+        with (
+            ranks.together("the comparison in the first step"),
+            replaced(self.steps, waiting=[]),
+            self.processes.comparison(model),
+        ):
+            chosen = rows_to_compare(rows.ids, rows.masks, rows.spans)
+            predicts = bool(chosen)
+            if engine.sharing.collective and not predicts:  # it can run the passes with ranks that predict something
+                kwargs = all_labelled(kwargs, rows)
+                chosen = rows_to_compare((rows := self._rows_of(kwargs)).ids, rows.masks)
+            each_predicts, each_runs = zip(*ranks.exchange((predicts, bool(chosen))))
+            compared = any(each_predicts) and (all(each_runs) or not engine.sharing.collective)
+            if compared and chosen:
+                alone = self.check == "rows"
+                with self._balanced(model, kwargs) as balanced:
+                    cannot = engine.sharing.collective or (balanced and kind == "loss")
+                if alone and cannot:
+                    raise ValueError(
+                        "check='rows' runs the plain model on each row by itself, which neither a sharded model nor a "
+                        "loss with the routers' auxiliary loss of a whole batch allows: take True or False"
+                    )
+                first = FirstStep(self._engine(model, head), kwargs, rows, kind, chosen, alone=alone)
+
+                def plain(**batch: Any) -> Any:
+                    if kind != "tokens":
+                        return forward.plain(**batch)
+                    labels = batch.pop("labels")
+                    logits = forward.plain(**batch).logits / head.temperature
+                    return SimpleNamespace(log_probs=label_logprobs(logits, labels))
+
                 for timed in (False, True):
                     with first.plain_run(timed=timed):
-                        first.backward_of_plain(plain(**first.batch))
+                        first.run_plain(plain)
                 with first.tree_run():
-                    first.backward_of_tree(*self._answered(model, head, first.batch))
-                self.gains.once, self.gains.plain_rate = first.judge()
-            compared = ranks.exchange(bool(chosen))
-        self.check = not any(compared)  # compare the next batch if this one predicts nothing on any rank
+                    first.backward_of_tree(*self._answered(forward, head, first.batch))
+                self.gains.once, self.gains.plain_rate = first.judge(None if engine.sharing.collective else plain)
+        self.check = False if compared else self.check  # else compare the next batch
 
-    def _answered(self, model: nn.Module, head: FusedHead, batch: dict[str, Any]) -> tuple[Any, Tensor, Scored]:
+    def _answered(self, forward: "TreeForward", head: FusedHead, batch: dict[str, Any]) -> tuple[Any, Tensor, "Scored"]:
         """The output that a call gets by itself, its scores as a batch, and what runs their backward."""
+        model = forward.module
         rows, engine = self._rows_of(batch), self._engine(model, head)
         scores = TreeScores(0, [rows])
         with self._balanced(model, batch):
             scored = scores.scored = self._run(engine, head, scores)
-        output = self._output(engine, scores, slice(0, len(rows.ids)), rows, batch)
+        output = self._output(forward, engine, scores, slice(0, len(rows.ids)), rows, batch)
         return output, rows.batch(scored.logprobs) if scored.rewards is None else output.logits, scored
 
-    def _run(self, engine: TreeEngine, head: FusedHead, scores: TreeScores) -> Scored:
-        if self.seam == "rewards":
+    def _run(self, engine: TreeEngine, head: FusedHead, scores: TreeScores) -> "Scored":
+        if self.output_kind == "rewards":
             return engine.score(scores.tree, rewards=True)
         statistics = bool({"is_top1", "mean_logits", "log_sum_sq_probs"} & set(head.outputs))
         return engine.score(scores.tree, mask=scores.masks, entropies="entropy" in head.outputs, statistics=statistics)
 
     @contextmanager
-    def _balanced(self, model: nn.Module, kwargs: dict) -> Iterator[bool]:
+    def _balanced(self, model: nn.Module, kwargs: dict, *, allowed: bool = True) -> Iterator[bool]:
         """Inside the block, the configuration asks for the routers' auxiliary loss if the call does; yields whether.
 
         A call may ask for it even if the model's configuration does not.
+
+        Args:
+            allowed: False if the caller does not want this loss, whatever the configuration says.
         """
         config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
         configured = getattr(config, "output_router_logits", False)
-        balanced = bool(configured or kwargs.get("output_router_logits"))
-        with replaced(config, **({} if balanced == configured else {"output_router_logits": True})):
+        balanced = bool(allowed and (configured or kwargs.get("output_router_logits")))
+        with replaced(config, **({} if balanced == bool(configured) else {"output_router_logits": balanced})):
             yield balanced
 
-    def _scored(self, model: nn.Module, head: FusedHead, rows: Rows, kwargs: dict, training: bool) -> Any:
+    def _scored(
+        self, model: nn.Module, head: FusedHead, rows: Rows, training: bool, *, balanced: bool
+    ) -> tuple[TreeEngine, TreeScores, slice]:
+        """The engine, the scores of a tree that holds these rows, and the slice of its rows that they are."""
+        from treetrain.engine.model_state import switches_of
+
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
         # A model with another adapter, with adapters disabled, or with other weights counts as another model.
         key = (
             id(model),
+            head,
             tuple(switches_of(engine.model, engine.parameters).items()),
             sum(p._version for p in model.parameters()),
         )
-        # Hooks of parameters see the gradient of every micro-batch.
-        hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+        # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.
+        hooked = (
+            training
+            and not engine.sharing.collective
+            and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+        )
         if training:
-            self._settle(everything=False)  # several trees in a micro-batch would be alive at once
-        with self._balanced(model, kwargs) as balanced:
-            scores, own = self.steps.scores_for(key, rows, together=not (balanced or hooked))
-            if scores.scored is None:
-                started = self.gains.now() if training else 0.0
-                scores.scored = self._run(engine, head, scores)
-                if training:
-                    scores.scored.deferral.settle = _weakly(self.settle)
-                    self.gains.add(scores.scored, scores.tree, engine.model, started)
-        if balanced and scores.scored.aux_loss is None and self.seam != "rewards":
+            self.settle(everything=False, last=False)  # several trees in a micro-batch would be alive at once
+        scores, own = self.steps.scores_for(key, rows, together=not (balanced or hooked))
+        if scores.scored is None:
+            started = self.gains.now() if training else 0.0
+            scores.scored = self._run(engine, head, scores)
+            if training:
+                self.processes.scored(scores.scored, _weakly(self.settle))
+                self.gains.add(scores.scored, scores.tree, engine.prepared.cost, started)
+        if balanced and scores.scored.aux_loss is None and self.output_kind != "rewards":
             raise ValueError(
                 "the trainer asks for the routers' auxiliary loss, but router_aux_loss_coef of the model's "
                 "configuration is 0 or not known; set it to the trainer's own"
             )
-        return self._output(engine, scores, own, rows, kwargs)
+        return engine, scores, own
 
-    def _output(self, engine: TreeEngine, scores: TreeScores, own: slice, rows: Rows, kwargs: dict) -> Any:
+    def _output(
+        self, forward: "TreeForward", engine: TreeEngine, scores: TreeScores, own: slice, rows: Rows, kwargs: dict
+    ) -> Any:
         """Return the output that the trainer gets for a call: scores of its own rows, in the shape of its batch."""
         scored = scores.scored
         assert scored is not None
@@ -407,13 +569,13 @@ class PrefixSharing:
         log_probs = self.steps.kept_by(scores, rows.batch(scored.logprobs[own]))
         normaliser = kwargs.get("num_items_in_batch")
         if normaliser is None:
-            normaliser = rows.wanted.sum().clamp(min=1 if self.seam == "fused" else 0)
+            normaliser = rows.wanted.sum().clamp(min=1 if self.output_kind == "fused" else 0)
         loss, aux = -log_probs.sum() / normaliser, scored.aux_loss
         if aux is not None:
             aux = self.steps.kept_by(scores, aux)
             loss = loss + engine.capabilities.auxiliary * aux
-        if self.seam == "loss":
-            return CausalLMOutput(loss=loss)
+        if self.output_kind == "loss":
+            return TreeOutput(forward, kwargs, loss, aux)
         from trl.trainer.utils import FusedCausalLMOutput
 
         is_top1, entropies = batch(scored.is_top1), batch(scored.entropies)
@@ -426,6 +588,17 @@ class PrefixSharing:
             is_top1=None if is_top1 is None else is_top1.bool(),
             label_mask=rows.wanted,
             aux_loss=aux,
+        )
+
+    def refusal(self, name: str) -> str:
+        """Say what to write in a loss of the user's own that reads this of the model's output."""
+        given = callable(self.trainer.compute_loss_func)
+        where, call = ("compute_loss_func", "outputs, labels") if given else ("compute_loss", "model, inputs")
+        return (
+            f"{where} reads {name} of the model's output, which share_prefixes does not compute. Take the labels' "
+            "log-probabilities, which are the same with and without it:\n"
+            f"    logprobs = tt.token_logprobs({call})  # [B, L - 1], 0 where a label is -100\n"
+            "    loss = -logprobs.sum() / num_items_in_batch"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -443,15 +616,15 @@ class OwnForward:
     What TRL sets would call, in a copy, the model that it was made for.
     """
 
-    def __init__(self, module: nn.Module):
-        self._module, self.plain = module, module.forward
+    def __init__(self, module: nn.Module, name: str = "forward"):
+        self.module, self._name, self.plain = module, name, getattr(module, name)
         functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (self._module, "forward")  # a copy has no attributes yet, so this is the class's forward
+        return getattr, (self.module, self._name)  # a copy has no attributes yet, so this is the class's forward
 
 
 class TreeForward(OwnForward):
@@ -461,17 +634,65 @@ class TreeForward(OwnForward):
     """
 
     def __init__(self, sharing: PrefixSharing, model: nn.Module, head: FusedHead):
-        super().__init__(model)
-        self._sharing, self._head = sharing, head
-        self._replaces = vars(model).get("forward")
+        super().__init__(model, sharing.processes.call)
+        self._sharing, self.head = sharing, head
+        self._replaces = vars(model).get(self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharing.answer(self._module, self.plain, self._head, args, kwargs)
+        return self._sharing.answer(self, args, kwargs)
+
+    def token_logprobs(
+        self, inputs: dict[str, Any], temperature: float, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of a batch from a tree, and entropies; see `treetrain.token_logprobs`."""
+        return self._sharing.token_logprobs(self, inputs, temperature, entropy=entropy)
+
+    def refusal(self, name: str) -> str:
+        """Say what to write in place of a read of the model's output."""
+        return self._sharing.refusal(name)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return (
             super().__reduce__() if self._replaces is None or _is_fused(self._replaces) else (_same, (self._replaces,))
         )
+
+
+class TreeOutput:
+    """The output of a call of a plain Trainer's model, which a tree answers: its loss, and no logits.
+
+    It is what `compute_loss` and a ``compute_loss_func`` get. Reading anything else of it raises an error.
+
+    Args:
+        inputs: the arguments of the call.
+        loss, aux_loss: those of the model; None without labels, and without routers' auxiliary loss.
+    """
+
+    def __init__(
+        self, forward: TreeForward, inputs: dict[str, Any], loss: Tensor | None = None, aux_loss: Tensor | None = None
+    ):
+        self.loss, self.aux_loss = loss, aux_loss
+        self._forward, self._inputs = forward, inputs
+
+    def token_logprobs(
+        self, labels: Tensor | None, temperature: float, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the labels' tokens, and entropies; see `treetrain.token_logprobs`."""
+        return self._forward.token_logprobs(self._inputs | {"labels": labels}, temperature, entropy=entropy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise RuntimeError(self._forward.refusal(f".{name}"))  # an AttributeError would be no error for hasattr
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return tuple(x for x in (self.loss,) if x is not None)[key]
+        if key in ("loss", 0) and self.loss is not None:
+            return self.loss
+        raise RuntimeError(self._forward.refusal(f"[{key!r}]"))
+
+    def __contains__(self, key: Any) -> bool:
+        return key == "loss" and self.loss is not None
 
 
 def _same(forward: Any) -> Any:
@@ -482,9 +703,9 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """The method, which does not keep its object alive; afterwards it does nothing."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any, **kwargs: Any) -> None:
         if (alive := reference()) is not None:
-            alive(*args)
+            alive(*args, **kwargs)
 
     return call
 
@@ -492,44 +713,50 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 # ---- Checks of the settings before training
 
 
-def seam_of(trainer: Any) -> Seam:
-    """How this trainer calls its model.
+def check_inputs(unknown: Sequence[str]) -> None:
+    """Raise ValueError if a call has arguments of these names, which trees do not know."""
+    if media := [key for key in unknown if key.startswith(MEDIA) or key in TOKEN_TYPES]:
+        raise ValueError(
+            f"the batch has images ({', '.join(media)}), which share_prefixes does not compute on a tree: it takes "
+            "rows of text, also for models with a processor; leave such rows out, or train without share_prefixes"
+        )
+    if unknown:
+        raise ValueError(
+            f"the model is called with {', '.join(unknown)}, which is not known to be exact on a tree; leave it "
+            "out of the batch, or train without share_prefixes"
+        )
+
+
+def output_kind_of(trainer: Any) -> OutputKind:
+    """What this trainer reads of its model's output.
 
     Raises:
-        ValueError: an unsupported trainer or version of TRL.
+        ValueError: an unsupported trainer of TRL.
     """
     for kind in type(trainer).__mro__:
         if not kind.__module__.startswith("trl.") or kind.__name__ == "_BaseTrainer":
             continue
-        import trl
-
-        if not trl.__version__.startswith(f"{TRL_VERSION}."):
-            raise ValueError(
-                f"trl {trl.__version__} is installed; how its trainers call their model is known of {TRL_VERSION}: "
-                f"pip install 'trl=={TRL_VERSION}.*'"
-            )
-        if kind.__name__ not in SEAM_OF_TRAINER:
-            raise ValueError(f"{kind.__name__} of TRL is not known here; known are {', '.join(SEAM_OF_TRAINER)}")
-        return SEAM_OF_TRAINER[kind.__name__]
+        if kind.__name__ not in OUTPUT_KIND_OF_TRAINER:
+            raise ValueError(f"{kind.__name__} of TRL is not known here; known are {', '.join(OUTPUT_KIND_OF_TRAINER)}")
+        return OUTPUT_KIND_OF_TRAINER[kind.__name__]
     return "loss"
 
 
-def check_trainer(trainer: Any, seam: Seam) -> None:
+def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
     """Refuse settings that cannot be exact.
 
     Raises:
         ValueError, UnsupportedModel: the message names the setting to change.
     """
+
     args, accelerator = trainer.args, trainer.accelerator
     distributed = str(accelerator.distributed_type.value)
     parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
-    images = getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
+    images = {"image", "images"} & {*(getattr(trainer.train_dataset, "column_names", None) or ())}
     offloads = getattr(args, "activation_offloading", False)
-    # TRL sets compute_loss_func to a string that only tells the Trainer not to scale its loss.
     refusals: dict[str, Any] = {
-        f"distributed_type={distributed}; launch one process or DistributedDataParallel, without DeepSpeed, FSDP or "
-        "Megatron (with FSDP2: recorded rows in tt.TreeTrainer, or a loop with tt.TreeEngine)": distributed
-        not in ("NO", "MULTI_CPU", "MULTI_GPU"),
+        f"distributed_type={distributed}; launch one process, DistributedDataParallel, FSDP2 (fsdp_version: 2) or "
+        "DeepSpeed": (distributed not in PROCESSES),
         f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun": args.n_gpu > 1,
         "fp16=True and its gradient scaler; set bf16=True instead": args.fp16 or accelerator.scaler is not None,
         "torch_compile=True, since the attention is switched at every call; set it to False": args.torch_compile,
@@ -539,12 +766,9 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
         f"label_smoothing_factor={args.label_smoothing_factor}, which needs the probabilities of all tokens; set it "
         "to 0": args.label_smoothing_factor,
         "model_init, which makes another model later; give the trainer a model": trainer.model_init is not None,
-        "compute_loss_func: compute_loss_func is given logits, which are not computed; leave it out, or override "
-        "compute_loss of a TRL trainer, which reads log-probabilities": callable(trainer.compute_loss_func),
         "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=": offloads,
-        "images or a processor; use a text model with its tokenizer": images,
+        f"images (column {', '.join(images)} of train_dataset); give rows of text, with a processor or without": images,
         "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out": parallelism,
-        "a model that is sharded over processes; train it with tt.TreeTrainer": is_sharded(trainer.model),
         "a tensor-parallel model (tp_plan), which has not been verified here; take tt.TreeEngine in a loop of your "
         "own": (getattr(causal_lm(trainer.model), "_tp_size", None) or 1) > 1,
         f"optim={args.optim}, which updates weights within the trainer's backward, before the tree's; take "
@@ -553,16 +777,11 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
     for reason, refused in refusals.items():
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with {reason}")
-    if seam != "loss":
+    if output_kind != "loss":
         return
-    kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(HANDING_ON)]
-    if next(kind for kind in kinds if "compute_loss" in vars(kind)) is not Trainer:
-        raise ValueError(
-            f"{type(trainer).__name__} overrides compute_loss, whose calls of the model are not known here; derive it "
-            "from one of TRL's trainers, or use tt.TreeTrainer"
-        )
     lm = causal_lm(trainer.model)
-    if (kind := getattr(lm, "loss_type", None)) not in ("ForCausalLM", None):  # None is the cross-entropy too
+    kind = getattr(lm, "loss_type", None)  # None is the cross-entropy too
+    if kind is not None and LOSS_MAPPING.get(kind) is not ForCausalLMLoss:
         raise UnsupportedModel(
             f"{type(lm).__name__} has loss_type={kind}; with a plain Trainer, give a causal LM whose loss is the "
             "cross-entropy (ForCausalLM)"

@@ -18,16 +18,18 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.engine.extensions.parameter_hooks import gradients_aside
-from treetrain.engine.score import Scored
+from treetrain.engine.ranks import Ranks
 from treetrain.trainers.batches import Rows, model_inputs, tree_of
 from treetrain.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from treetrain.engine.score import Scored
 
 CUTS = 2
 """Micro-batches are scored together until so many joint trees were cut, because gradients were needed early."""
@@ -43,7 +45,7 @@ class TreeScores:
     first: int
     """The number of the first of these micro-batches in its step."""
     batches: Sequence[Rows]
-    scored: Scored | None = None
+    scored: "Scored | None" = None
     """None until the tree is scored."""
 
     @property
@@ -71,12 +73,11 @@ class TreeScores:
         return slice(begin, begin + len(self.batches[number - self.first].ids))
 
     @cached_property
-    def share(self) -> bool:
-        """Whether the micro-batches share enough with each other to be scored as one tree."""
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the tree, and of the separate trees of its micro-batches."""
         offsets, tokens = self.tree.paths()
         ends = offsets[np.cumsum([len(rows.ids) for rows in self.batches])]
-        apart = sum(len(np.unique(own)) for own in np.split(tokens, ends[:-1]))
-        return self.tree.num_tokens <= WORTH_JOINING * apart
+        return self.tree.num_tokens, sum(len(np.unique(own)) for own in np.split(tokens, ends[:-1]))
 
 
 def _equal(one: Rows, other: Rows) -> bool:
@@ -96,15 +97,15 @@ class Step:
     """Whether a micro-batch is being trained now."""
     trees: dict[Hashable, TreeScores] = field(default_factory=dict)
     """Trees of several micro-batches, by the model that scored them and its settings."""
-    averaged: Sequence[Any] = ()
-    """The gradients as they were averaged over the processes (`gradient_versions`); empty if they have not been."""
+    averaged: Sequence[Any] | None = None
+    """The gradients as they were averaged over the processes (`gradient_versions`); None if they have not been."""
     complete: bool = False
     """Whether the last micro-batch has ended. What changes gradients later averages nothing."""
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """The next micro-batch is trained inside the block."""
-        self.number, self.training, self.averaged, self.complete = self.number + 1, True, (), False
+        self.number, self.training, self.averaged, self.complete = self.number + 1, True, None, False
         try:
             yield
         finally:
@@ -131,8 +132,14 @@ class StepScores:
     def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], Rows]) -> None:
         self._trainer, self._rows_of = trainer, rows_of
         self.step = Step()
+        self.all_ranks = Ranks()
+        """Those whose rows make up a step."""
+        self.ranks = Ranks()
+        """Those that run every pass of the model together with this process, where weights are sharded. They score the
+        same micro-batches as one tree, and run the same trees backward, in the same order."""
         self.waiting: list[TreeScores] = []
-        """Scores that a backward has reached, and whose gradients have not gone through their tree."""
+        """Scores that a backward has reached (with `ranks` all that one may reach), and whose gradients have not gone
+        through their tree."""
         self._cuts = 0  # trees that were settled before their last micro-batch
 
     def begin_step(self, batches: Sequence[Any]) -> None:
@@ -153,51 +160,74 @@ class StepScores:
         scores = step.trees.get(key)
         if scores is None or not scores.has(step.number, rows):
             scores = TreeScores(step.number, self._following(rows))
-            if scores.last > step.number:
-                step.trees[key] = scores
-        scores = scores if scores.last == scores.first or scores.share else alone
+        with self.ranks.together("the scores of a micro-batch"):
+            batches = scores.first, scores.last, scores.scored is None
+            answers = self.ranks.exchange((batches, scores.tokens if scores.last > scores.first else (0, 0)))
+        joint, apart = (sum(counts[side] for _, counts in answers) for side in (0, 1))
+        if scores.last > scores.first and len({batches for batches, _ in answers}) == 1:
+            step.trees[key] = scores
+            scores = scores if joint <= WORTH_JOINING * apart else alone
+        else:
+            scores = alone
         return scores, scores.rows_of(step.number)
 
     def kept_by(self, scores: TreeScores, output: Tensor) -> Tensor:
         """The output, which is computed from the leaves of these scores; its graph keeps them until a backward."""
-        return _Keeps.apply(output, scores, self.waiting)
+        if self.ranks.alone:
+            return _Keeps.apply(output, scores, self.waiting)
+        # A rank whose loss has no gradient runs this tree backward with the others.
+        if scores.scored is not None and scores.scored.live and scores not in self.waiting:
+            self.waiting.append(scores)
+        return output.clone()
 
     def drop_failed(self) -> None:
         """Forget what backwards have left that failed; for moments at which none is running."""
         for scores in list(self.waiting):
             if scores.scored is not None and not scores.scored.deferral.arrived:
                 scores.scored.drop_gradients()
-                self.waiting.remove(scores)
+                if self.ranks.alone:
+                    self.waiting.remove(scores)
 
     @property
     def gradients_wait(self) -> bool:
         """Whether gradients have arrived that have not gone through their trees."""
         return any(scores.scored.deferral.arrived for scores in self.waiting if scores.scored is not None)
 
-    def settle(self, *, everything: bool) -> list[Scored]:
+    def settle(self, *, everything: bool, sync: bool = False) -> "list[Scored]":
         """Run gradients that wait through their trees; returns the `Scored` of these trees.
 
         Args:
             everything: also trees from which more gradients are expected. Such rows are then scored again.
+            sync: with `ranks`, reduce the gradients over them.
         """
+        from treetrain.engine.deferred import gradients_aside
+
         done = []
         for scores in list(self.waiting):
             scored = scores.scored
-            if scored is None or not scored.deferral.arrived:  # this backward is still running
+            if scored is None:
                 continue
             deferral = scored.deferral
-            wanted = deferral.waiting()
-            if not wanted:  # zero_grad has dropped them all; those to come are still wanted
-                scored.drop_gradients()
-                self.waiting.remove(scores)
-            elif everything or self._has_ended(scores) or len(wanted) < len(deferral.parameters):
+            wanted = deferral.waiting() if deferral.arrived else []
+            some = 0 < len(wanted) < len(deferral.parameters)
+            with self.ranks.together("the backward of the step's trees"):
+                ended = everything or self._has_ended(scores)
+                answers = self.ranks.exchange((ended, some, bool(wanted), deferral.arrived))
+            ended, some, any_wanted, any_arrived = (test(own) for test, own in zip((all, any, any, any), zip(*answers)))
+            if any_wanted and (ended or some):
                 self.waiting.remove(scores)
                 self.step.trees = {key: tree for key, tree in self.step.trees.items() if tree is not scores}
                 self._count_cut(scores)
-                dropped = set(deferral.parameters) - set(wanted)
+                if not wanted:
+                    scored.zero_gradients()
+                dropped = set(deferral.parameters) - set(wanted) if wanted else ()
                 with gradients_aside(list(dropped)):  # their gradients were set anew while these waited
-                    scored.backward(sync=False)
+                    scored.backward(sync=sync)
                 done.append(scored)
+            elif not any_wanted and (any_arrived or (ended and not self.ranks.alone and not self.step.training)):
+                # zero_grad has dropped them all, those to come are still wanted; or no rank's loss had gradients.
+                scored.drop_gradients()
+                self.waiting.remove(scores)
         return done
 
     def _has_ended(self, scores: TreeScores) -> bool:
@@ -225,9 +255,14 @@ class StepScores:
             buffered, numbers = trainer._buffered_inputs, range(trainer._step, trainer._step + min(len(batches), left))
             batches = [] if buffered is None else [buffered[number % each] for number in numbers]
         known = [inputs for inputs in map(model_inputs, batches) if inputs is not None]
-        if not known or not _equal(self._rows_of(known[0]), rows):
+        if not known:
             return [rows]
-        return [rows, *map(self._rows_of, known[1:])]
+        # A loss of the user's own may have taken the labels out of its batch.
+        for drop in ((), ("labels",)):
+            first, *others = ({name: x for name, x in inputs.items() if name not in drop} for inputs in known)
+            if _equal(self._rows_of(first), rows):
+                return [rows, *map(self._rows_of, others)]
+        return [rows]
 
 
 class _Keeps(torch.autograd.Function):

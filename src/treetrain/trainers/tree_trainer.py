@@ -9,6 +9,7 @@ import math
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, reduce
@@ -57,6 +58,7 @@ from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.groups import Call, StepDataset, StepSampler, make_groups, step_loader
+from treetrain.trainers.relied_on import is_tested
 from treetrain.trainers.run_facts import facts_of_loss
 from treetrain.tree.build import as_tree
 
@@ -161,6 +163,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self.max_skipped_steps, self.accept_changes = args.max_skipped_steps, args.accept_changes
         self.overwrite_output_dir, self.how_to_set = args.overwrite_output_dir, "{}=True in TreeArguments"
         self._engine: TreeEngine | None = None
+        self._compared = args.execution != "tree" or is_tested("transformers")
         self._engine_of(self.model)  # refuses a model before anything is computed
         self._ref_engine = self._reference(ref_model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treetrain-next-step")
@@ -213,7 +216,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             raise ValueError("training needs a train_dataset")
         self._next, self._steps = None, []
         names = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
-        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        options = {name: getattr(self.args, f"dataloader_{name}", None) for name in names}  # the last came after 5.3
         return step_loader(self.train_dataset, self._sampler, self.model, self.args, **options)  # type: ignore[arg-type]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -315,6 +318,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         engine, started = self._engine_of(model), time.perf_counter()
         last = self.accelerator.sync_gradients
         with self._precision(engine):
+            self._compare_first_step(engine, inputs["rows"])
             result = engine.forward_backward(inputs["tree"], self.loss, num_items_in_batch, self._balance, sync=last)
         loss = result.loss  # waits for the device
         self._calls.append(result)
@@ -324,6 +328,24 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         if last:
             self._step_done()
         return torch.tensor(loss, device=self.args.device)
+
+    def _compare_first_step(self, engine: TreeEngine, rows: Sequence[Trajectory]) -> None:
+        """Compare a few rows with the plain model, once, in a version of transformers that is not tested."""
+        if self._compared:
+            return
+        self._compared = True
+        if engine.sharing.collective or any(row.experts is not None for row in rows):
+            warnings.warn(
+                "rows are not compared with the plain model in the first step, since it is sharded or the rows have "
+                "recorded experts; run tt.verify on one process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        from treetrain.trainers.first_step import compare_rows
+
+        with engine.ranks.together("the comparison in the first step"):
+            compare_rows(TreeEngine(self.accelerator.unwrap_model(self.model), budget=self.args.budget), rows)
 
     def _step_done(self) -> None:
         """End a step: keep its numbers for the next log, and stop the batch if its KL is above `target_kl`."""
@@ -485,7 +507,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[object]:
         # FSDP2 casts by itself.
-        return contextlib.nullcontext() if engine.collective else self.accelerator.autocast()
+        return contextlib.nullcontext() if engine.sharing.collective else self.accelerator.autocast()
 
 
 # ---- Losses, and the facts that they need
@@ -614,11 +636,11 @@ def logprobs(
         own = [rows[number] for number in shares[ranks.rank].tolist()]
         mask = None if every else [row.weights[1:] != 0 for row in own]
         scores: Any = ([],) * (1 + entropies)
-        if own or engine.collective:
+        if own or engine.sharing.collective:
             scores = engine.logprobs(own, return_entropy=entropies, mask=mask)
         return [[one.cpu() for one in column] for column in (scores if entropies else (scores,))]
 
-    if engine.collective:
+    if engine.sharing.collective:
         everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
     else:
         with ranks.together("scoring"):

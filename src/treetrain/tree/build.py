@@ -8,7 +8,7 @@ runs.
 """
 
 from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from jaxtyping import Int32, Int64
 from numpy.typing import NDArray
 
 from treetrain.data.trajectory import MAX_TOKEN_ID, Trajectory, first_bool
-from treetrain.errors import DataError, expect, quoted
+from treetrain.errors import DataError, quoted
 from treetrain.tree.token_tree import Int32s, Int64s, TokenTree, assemble
 
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache
@@ -94,7 +94,10 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree
 def _check_rows(rows: Any) -> None:
     """Raise DataError or TypeError unless this is a sequence of rows."""
     if not hasattr(rows, "__iter__"):
-        expect("rows", rows, Iterable, "a list of rows, each a Trajectory or a list of token ids")
+        shown = f"{quoted(rows)}, " if isinstance(rows, int | float) else ""
+        raise TypeError(
+            f"rows is {shown}a {type(rows).__name__}; give a list of rows, each a Trajectory or a list of token ids"
+        )
     if isinstance(rows, Mapping | str):
         raise DataError(
             f"rows are given as one {type(rows).__name__}; give a list of rows, each a list of token ids, or "

@@ -18,15 +18,13 @@ from torch import nn
 
 from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.executor import Executor
+from treetrain.engine.executor import Executor, Part, PassCounts
 from treetrain.engine.extension import LossExtension
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import as_loss
 from treetrain.engine.loss_gradients import KnownGradients
-from treetrain.engine.memory import PassCounts
 from treetrain.engine.model_passes import ModelPasses
-from treetrain.engine.part import Part
 from treetrain.errors import UnsupportedModel
 from treetrain.losses import sft
 from treetrain.models.capability import check_model, model_device
@@ -274,13 +272,14 @@ def _pass_seconds(model: nn.Module, plan: Plan) -> float:
     """Measure the least time of a forward and backward of a plan: other load only adds time."""
     times, engine = [], TreeEngine(model)
     extensions = engine.prepared.extensions(build_tree([]), balanced=False)
-    for _ in range(CALIBRATION_PASSES + 1):
-        _synchronise(model)
-        start = time.perf_counter()
-        table = engine.prepared.table(plan.layout, entropy=False)
-        gradients = KnownGradients(table, torch.ones_like(table.logprobs))
-        passes = ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients)
-        Executor(plan, passes, gradients=True).train()
-        _synchronise(model)
-        times.append(time.perf_counter() - start)
+    with engine.ranks.together("measured_cost"):  # the passes of a sharded model are collective
+        for _ in range(CALIBRATION_PASSES + 1):
+            _synchronise(model)
+            start = time.perf_counter()
+            table = engine.prepared.table(plan.layout, entropy=False)
+            gradients = KnownGradients(table, torch.ones_like(table.logprobs))
+            passes = ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients)
+            Executor(plan, passes, gradients=True).train()
+            _synchronise(model)
+            times.append(time.perf_counter() - start)
     return min(times[1:])  # kernels are compiled in the first

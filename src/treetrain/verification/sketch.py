@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor, nn
 
-from treetrain.engine.extensions.parameter_hooks import gradients_aside
-from treetrain.engine.extensions.process_group import is_shard
+from treetrain.engine.deferred import gradients_aside
+from treetrain.engine.extensions.process_group import is_shard, whole_tensor
 
 BYTES, SHARE = 32 * 2**20, 1 / 800
 """A sketch of a model's gradients has at most this many bytes, and this many numbers for each weight; so two of them
@@ -47,7 +47,7 @@ def sketch(gradient: Shaped[Tensor, " ..."], size: int, seed: int) -> Float64[Te
         seed: chooses the signs. Sketches of one seed, size and kind of device can be subtracted and added.
     """
     if is_shard(gradient):
-        gradient = gradient.full_tensor()  # type: ignore[operator]
+        gradient = whole_tensor(gradient)
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
     if len(flat) <= size:
         return flat.double()
@@ -111,5 +111,5 @@ def sketched(parameters: Sequence[nn.Parameter], size: int, *, streamed: bool = 
         for number, parameter in enumerate(parameters):  # an engine's buffers go into .grad without autograd
             take(number, parameter)
     for number, p in enumerate(parameters):
-        zeros = p.new_zeros(min(p.numel(), size), dtype=torch.float64)
+        zeros = torch.zeros(min(p.numel(), size), dtype=torch.float64, device=p.device)
         by_number.append(sketches.get(number, zeros))

@@ -17,16 +17,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.deferred import gradients_aside
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.experts import RouterBalance, by_place, route_as_recorded
-from treetrain.engine.extensions.parameter_hooks import gradients_aside
 from treetrain.engine.extensions.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.engine.loss import Loss, as_loss, needs_logprobs
 from treetrain.errors import UnsupportedModel, expect
 from treetrain.kernel_checks import relative_error
 from treetrain.losses import sft
 from treetrain.models.capability import check_model, loaded, model_device
-from treetrain.models.tree_mode import replaced_forward
+from treetrain.models.tree_mode import replaced
 from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.token_tree import TokenTree
@@ -305,7 +305,7 @@ class PlainModel:
                 for router in experts.routers:
                     own = taken[:, router.place]
                     forward = partial(route_as_recorded, router, own, experts, router.module.forward)
-                    stack.enter_context(replaced_forward(router.module, forward))
+                    stack.enter_context(replaced(router.module, forward=forward))
             yield
 
     def _accumulate_auxiliary_gradients(self, rows: Sequence[Trajectory]) -> float:

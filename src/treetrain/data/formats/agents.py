@@ -3,7 +3,7 @@ of ToolBench and Tree of Thoughts, verl, ART and AReaL."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from treetrain.data.formats.events import of_file
 from treetrain.data.records import (
     Notes,
     Record,
-    TrackedRecord,
     facts,
     field,
     first_path,
@@ -21,7 +20,6 @@ from treetrain.data.records import (
     objects,
     parsed,
     picked,
-    tracked,
 )
 from treetrain.errors import DataError, quoted
 
@@ -44,10 +42,9 @@ def read_swe_agent(record: Record, notes: Notes) -> list[Record]:
     History processors shorten earlier observations, so that a step's `query` may differ from the history before it. The
     answers are in the history, which has their tool calls.
     """
-    entries = objects(record, "history")
-    history = [_swe_message(one) for one in tracked(entries, "keys of the history", notes)]
+    history = [_swe_message(one) for one in objects(record, "history")]
     answers = [one for one in history if one["role"] == "assistant" and "weight" not in one]
-    queries = [step.get("query") for step in tracked(objects(record, "trajectory"), "keys of steps", notes)]
+    queries = [step.get("query") for step in objects(record, "trajectory")]
     known = {"episode": notes.place} | facts(record)
     if len(answers) != len(queries) or not all(isinstance(query, list) and len(query) > 1 for query in queries):
         if queries:
@@ -100,7 +97,6 @@ def _tau_rows(record: Record, policy: Any, notes: Notes) -> list[Record]:
         return [facts(record) | {"messages": field(record, "traj", list)}]
     notes.add("tau2-bench does not log the agent's system prompt; the policy is given in its place")
     runs = objects(record, "simulations") if "simulations" in record else [record]
-    runs = tracked(runs, "keys of simulations", notes)
     known = {"system": policy} if isinstance(policy, str) else {}
     paths = {"id": "id", "task_id": "task_id", "trial": "trial", "reward": "reward_info.reward"}
     return [known | picked(run, **paths) | {"messages": _tau2_messages(run, notes)} for run in runs]
@@ -114,9 +110,9 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
             found += objects(one, "tool_messages")
         elif one.get("role") != "user" or not one.get("tool_calls"):
             found.append(one)
-    found = [one for one in map(TrackedRecord, found) if one.get("requestor") != "user"]
+    found = [one for one in found if one.get("requestor") != "user"]
     # The greeting that starts a run and messages that a task begins with were not sampled.
-    of_model = [any(one.get(name) for name in ("cost", "usage", "raw_data")) for one in found]
+    of_model = [any([one.get(name) for name in ("cost", "usage", "raw_data")]) for one in found]
     measured = any(of for of, one in zip(of_model, found) if one.get("role") == "assistant")
     messages: list[dict[str, Any]] = []
     for one, sampled in zip(found, of_model):
@@ -127,7 +123,6 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
             notes.add("an assistant message without cost, usage and raw data is not trained: nobody sampled it")
             kept |= NOT_TRAINED
         messages.append(kept)
-        notes.unused_keys(one, one.read | {"cost", "usage", "raw_data"}, "keys of messages")
     return messages
 
 
@@ -161,7 +156,7 @@ def read_bfcl(record: Record, notes: Notes) -> list[Record]:
 
 def read_inspect(record: Record, notes: Notes) -> list[Record]:
     """The samples of an Inspect AI log, each its conversation; the tools are those of its first model event."""
-    samples = tracked(objects(record, "samples"), "keys of samples", notes) if "samples" in record else [record]
+    samples = objects(record, "samples") if "samples" in record else [record]
     rows = []
     for number, sample in enumerate(samples):
         attachments, scores = (field({name: sample.get(name) or {}}, name, dict) for name in ("attachments", "scores"))
@@ -317,13 +312,13 @@ def read_art(record: Record, notes: Notes) -> list[Record]:
     shared, members = {}, [record]
     if "trajectories" in record:
         shared = {"group": look_up(record, "metadata.id") or notes.place}
-        members = tracked(objects(record, "trajectories"), "keys of trajectories", notes)
+        members = objects(record, "trajectories")
     rows = []
     for number, one in enumerate(members):
         known = picked(one, group=("group_index", "metadata.scenario_id")) | shared | facts(one)
         name = f"{notes.place}/{number}"
         more = objects(one, "additional_histories")
-        for part, history in enumerate(chain([one], tracked(more, "keys of additional histories", notes))):
+        for part, history in enumerate([one, *more]):
             row = known | {"id": f"{name}/{part}" if more else name, "episode": name}
             rows.append(row | {"messages": _art_messages(history), "tools": parsed(history.get("tools"))})
     return rows

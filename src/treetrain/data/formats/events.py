@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from treetrain.data.formats.conversations import items_to_messages
-from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, picked, tracked
+from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, picked
 from treetrain.errors import DataError, quoted
 
 
@@ -130,7 +130,7 @@ def read_openhands(record: Record, notes: Notes) -> list[Record]:
     messages: list[Any] = []
     answers: dict[Any, dict[str, Any]] = {}
     tools = None
-    for number, event in enumerate(events if "records" in record else tracked(events, "keys of events", notes)):
+    for number, event in enumerate(events):
         tools = first_path(event, "args.tools", "tools") or tools
         message, answer = _openhands_message(event, number)
         if message is None:
@@ -189,7 +189,7 @@ def _openhands_message(event: Any, number: int) -> tuple[dict[str, Any] | None, 
 def read_atif(record: Record, notes: Notes) -> list[Record]:
     """A trajectory and those of its sub-agents. Steps that were copied or that no model made are not trained."""
     messages: list[Any] = []
-    for step in tracked(objects(record, "steps"), "keys of steps", notes):
+    for step in objects(record, "steps"):
         role = {"agent": "assistant"}.get(str(step.get("source")), step.get("source"))
         message = {"role": role, "content": step.get("message"), "reasoning_content": step.get("reasoning_content")}
         calls = [

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from treetrain.data.formats.tokens import PER_TOKEN_KEYS
-from treetrain.data.records import FACT_KEYS, Notes, Record, facts, field, first_of, look_up, objects, tracked
+from treetrain.data.records import Notes, Record, facts, field, first_of, look_up, objects
 from treetrain.errors import DataError, quoted
 
 NODE_FACTS = {"loss_weights": ("loss_mask", "loss_weights"), **PER_TOKEN_KEYS}
 ID_KEYS = ("tokens", "input_ids", "token_ids")
-NODE_KEYS = frozenset(("parent", "messages", "message", *ID_KEYS, *FACT_KEYS)).union(*NODE_FACTS.values())
-RECORD_KEYS = frozenset(("nodes", "trajectories", "system", "tools", *FACT_KEYS))
 # verifiers' names of lists with one entry for each sampled token, and ours
 SAMPLED = {"logprobs": "rollout_logprobs", "advantages": "advantages", "reference_logprobs": "ref_logprobs"}
 
@@ -24,11 +22,7 @@ Node = dict[str, Any]
 def read_nodes(record: Record, notes: Notes) -> list[Record]:
     """Every trajectory as a row of its own; a recorded episode has several traces."""
     if "traces" in record:
-        return [
-            row
-            for trace in tracked(objects(record, "traces"), "keys of traces", notes)
-            for row in _trace(trace, facts(record), notes)
-        ]
+        return [row for trace in objects(record, "traces") for row in _trace(trace, facts(record), notes)]
     return _own(record, notes) if look_up(record, "nodes.0.sampled") is None else _trace(record, {}, notes)
 
 
@@ -39,7 +33,6 @@ def _nodes(record: Record) -> list[Node]:
 
 
 def _own(record: Record, notes: Notes) -> list[Record]:
-    notes.unused_keys(record, RECORD_KEYS)
     given = _nodes(record)
     index: dict[Any, int] = {}
     for number, node in enumerate(given):
@@ -54,7 +47,6 @@ def _own(record: Record, notes: Notes) -> list[Record]:
 
     nodes: list[Node] = []
     for number, node in enumerate(given):
-        notes.unused_keys(node, NODE_KEYS, "keys of nodes")
         made = {fact: value for fact, names in NODE_FACTS.items() if (value := first_of(node, *names)) is not None}
         parent = node.get("parent")
         made["parent"] = None if parent in (None, -1) else find(parent, f"nodes.{number}.parent")
@@ -85,7 +77,7 @@ def _trace(trace: Record, known: dict[str, Any], notes: Notes) -> list[Record]:
     """A trace of verifiers: a node holds one message, its tokens, and log-probabilities of the sampled ones alone."""
     nodes: list[Node] = []
     given = _nodes(trace)
-    for number, node in enumerate(tracked(given, "keys of nodes", notes)):
+    for number, node in enumerate(given):
         parent = node.get("parent")
         if parent is not None and not (isinstance(parent, int) and 0 <= parent < len(given)):
             raise DataError(f"`nodes.{number}.parent` is {quoted(parent)}, which is no node of {len(given)}")
@@ -127,7 +119,6 @@ def _leaves(nodes: list[Node]) -> list[int]:
 
 
 def _path(nodes: list[Node], last: int) -> list[int]:
-    """The nodes from the root to the last."""
     path = [last]
     while (parent := nodes[path[-1]]["parent"]) is not None:
         if len(path) == len(nodes):
@@ -164,7 +155,6 @@ def _rows(nodes: list[Node], ends: list[dict[str, Any]], notes: Notes) -> list[R
 
 
 def _weighted_messages(node: Node) -> list[Any]:
-    """The node's messages with the node's weight."""
     weight = node.get("loss_weights")
     return [
         one if weight is None or not isinstance(one, dict) else one | {"weight": weight} for one in node["messages"]

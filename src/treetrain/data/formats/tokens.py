@@ -13,7 +13,6 @@ from treetrain.data.records import (
     ROW_KEYS,
     Notes,
     Record,
-    TrackedRecord,
     facts,
     field,
     first_of,
@@ -22,6 +21,7 @@ from treetrain.data.records import (
     objects,
     parsed,
     row_facts,
+    unknown,
 )
 from treetrain.data.trajectory import Trajectory, checked_ids, expert_array, per_token
 from treetrain.errors import DataError, quoted
@@ -70,7 +70,7 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     Raises:
         DataError: a bad value; the message names the key, both values and what to do.
     """
-    notes.unused_keys(row, TOKEN_KEYS)
+    notes.unused_keys(unknown(row, TOKEN_KEYS))
     if row.get("input_ids") is None:
         raise DataError(f"no `input_ids` in the row; it has {', '.join(map(quoted, list(row)[:20])) or 'no keys'}")
     whole = checked_ids(row["input_ids"])
@@ -94,7 +94,6 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
 
 
 def _unpadded(mask: Any, length: int) -> slice:
-    """The slice of tokens that are not padding."""
     if mask is None:
         return slice(0, length)
     entries = _zeros_and_ones(mask, "attention_mask", length, "give 1 for tokens and 0 for padding")
@@ -295,9 +294,7 @@ def _rollout(record: Record, steps: list[dict[str, Any]], notes: Notes) -> list[
         if tokens is None and "triplets" not in record:
             raise DataError(f"`trajectory.{number}.tokens` is missing; the rollout was logged without token ids")
         own = field(step, "tokens", dict) if tokens else {}
-        call = TrackedRecord(step | own | {"reward": step.get("reward") if reward is None else reward})
-        row = _step(call)
-        notes.unused_keys(call, call.read | {"tokens"}, "keys of steps")
+        row = _step(step | dict(own) | {"reward": step.get("reward") if reward is None else reward})
         episode = first_path(record, *EPISODE) or row.get("episode") or notes.place
         rows.append(row | {"episode": episode, "group": first_path(record, *GROUP), "id": f"{episode}/{number}"})
     return rows

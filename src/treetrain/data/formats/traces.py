@@ -22,6 +22,7 @@ from treetrain.data.records import (
     objects,
     parsed,
     picked,
+    unknown,
 )
 from treetrain.errors import DataError, quoted
 
@@ -69,10 +70,9 @@ def reward_of(scores: Any, notes: Notes) -> float | None:
 
 def read_spans(record: Record, notes: Notes) -> list[Record]:
     """A span, an OTLP export, or a trace of MLflow."""
-    rows, spans = [], [one if one is record else TrackedRecord(one) for one in _spans(record)]
-    rewards = [reward for span in spans if (reward := look_up(_attributes(span), REWARD)) is not None]
-    for span in spans:
-        attributes = _attributes(span)
+    rows, spans = [], [(span, TrackedRecord(_attributes(span))) for span in _spans(record)]
+    rewards = [reward for _, attributes in spans if (reward := look_up(attributes, REWARD)) is not None]
+    for span, attributes in spans:
         kinds = [(attributes[name], kind) for name, kind in SPAN_KINDS.items() if name in attributes]
         found = next((one for one in CONVENTIONS if _nested(attributes, one[1])), None)
         if found is None or not all(re.fullmatch(kind, str(value)) for value, kind in kinds):
@@ -88,9 +88,11 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
         known |= {"reward": rewards[-1] if rewards else reward_of(scores, notes)} | picked(span, **SPAN_FACTS)
         known = {name: value for name, value in known.items() if value not in (None, [])}
         known |= picked(attributes, **SPAN_FACTS) | facts(record, span) | {CALL: attributes}
-        rows += call_rows(known, _messages(prompt), _messages(answer), notes)
-        if isinstance(span, TrackedRecord) and span is not record:
-            notes.unused_keys(span, span.read, "keys of spans")
+        said, ends = _messages(answer), _nested(attributes, "gen_ai.response.finish_reasons")
+        if isinstance(said, list) and isinstance(ends, list) and len(said) == len(ends):  # one for each choice
+            said = [{"finish_reason": end} | dict(one) for one, end in zip(said, ends)]
+        rows += call_rows(known, _messages(prompt), said, notes)
+        notes.unused_keys(f"attributes.{name}" for name in unknown(attributes, attributes.read))
     return rows
 
 
@@ -169,7 +171,7 @@ def _nested(attributes: Record, prefix: str) -> Any:
     """The attribute `prefix`, or those below it (`prefix.0.message.role`), as nested lists and objects."""
     value = look_up(attributes, prefix)
     if value is None:
-        below = {name[len(prefix) + 1 :]: value for name, value in attributes.items() if name.startswith(f"{prefix}.")}
+        below = {name[len(prefix) + 1 :]: attributes[name] for name in attributes if name.startswith(f"{prefix}.")}
         value = below or None
     return _unflattened(parsed(value))
 
@@ -266,7 +268,7 @@ class Log:
         while pending:
             entry, reward = pending.pop()
             below = [*(objects(entry, self.below) if self.below else []), *objects(entry, "records")]
-            pending += [(TrackedRecord(one), reward) for one in reversed(below)]
+            pending += [(one, reward) for one in reversed(below)]
             if not (re.search(self.calls, str(look_up(entry, self.kind))) if self.kind else entry is not record):
                 if entry is not record or not below:
                     notes.add(OTHER)
@@ -281,8 +283,6 @@ class Log:
                 notes.add("an LLM call of which the log has no messages is no row")
                 continue
             rows += call_rows(known | facts(entry) | {CALL: entry}, prompt, answer, notes)
-            if isinstance(entry, TrackedRecord) and entry is not record:
-                notes.unused_keys(entry, entry.read, "keys of calls")
         return rows
 
 

@@ -8,6 +8,9 @@ unchanged on the whole forest. A second all-to-all returns the results (DeepSpee
     rank 0: tokens 0 1 2, heads A B       rank 0: tokens 0 1 2 3 4 5, head A
     rank 1: tokens 3 4 5, heads A B       rank 1: tokens 0 1 2 3 4 5, head B
 
+Several heads may share one head of keys and values. If the ranks cannot share those evenly, each is repeated before the
+exchange, so that every rank gets those of its own heads. The gradients of the copies are summed.
+
 Shares are equal for any shape of the tree, and each rank keeps the KV cache of its heads. The last shares are padded
 with tokens that no token attends to. A recurrent layer does the same exchanges around its convolution and its
 recurrence, which treat channels and heads independently. The recurrent states of a path also stay with their heads.
@@ -19,6 +22,7 @@ sum over all tokens.
 """
 
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -28,14 +32,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.engine.extension import Extension
+from treetrain.engine.extension import Extension, LayoutArrays, ModelPass
 from treetrain.engine.lm_head import Scores, Statistics
-from treetrain.engine.part import LayoutArrays, ModelPass
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
 from treetrain.models.recurrent_layers import recurrent_heads
-from treetrain.models.tree_mode import AttentionBackend
+from treetrain.models.tree_mode import AttentionBackend, instance_of
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.layout import PackedLayout
 
@@ -47,19 +50,28 @@ def check_context(ranks: Ranks, model: Any, capabilities: Capabilities) -> None:
     name, scalar = type(model).__name__, capabilities.scalar
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
-    counts = {heads: "heads", int(getattr(config, "num_key_value_heads", None) or heads): "heads of keys and values"}
+    counts = {heads: "heads"}
     counts |= {number: f"{what} of recurrent layers" for number, what in recurrent_heads(model).items()}
     fitting = [size for size in range(1, min(counts) + 1) if all(number % size == 0 for number in counts)]
     if ranks.size not in fitting:
         has = (
             f"{' and '.join(f'{number} {what}' for number, what in counts.items())}, which {ranks.size} ranks cannot "
-            f"share evenly; groups of {', '.join(map(str, fitting))} can"
+            f"share evenly; groups of {', '.join(map(str, fitting))} can: pass one of them as context="
         )
     elif scalar is not None and scalar.pooled:
         has = "a head for one token of each row"
     else:
         return
     raise UnsupportedModel(f"context parallel over {ranks.size} ranks is not supported for {name}: it has {has}")
+
+
+def copies_of_keys(heads: int, size: int) -> int:
+    """Count the copies of each of the heads of keys and values that `size` ranks need to have equal shares of them.
+
+    Copies are neighbours, so together there are as many as the least common multiple. Ranks that divide the query heads
+    thus get the ones that their queries use, in the same order, with equally many queries for each.
+    """
+    return size // gcd(heads, size)
 
 
 class Share:
@@ -182,7 +194,7 @@ class ContextParallel(Extension):
         model_pass.request = replace(model_pass.request, coefficients=coefficients)
 
     def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
-        share = model_pass.extra(Share)
+        share = instance_of(Share, model_pass.extras)
         return scores if share is None else share.whole(scores)
 
 
@@ -207,13 +219,14 @@ class HeadExchange:
         sinks: Float[Tensor, " H"] | None,
     ) -> Float[Tensor, "n H V"]:
         """Attention of the share's tokens."""
-        share, given = self._share, (query, key, value)
-        for states, what in ((query, "heads"), (key, "heads of keys and values")):
-            if states.shape[1] % share.ranks.size:
-                raise UnsupportedModel(
-                    f"layer {layer} has {states.shape[1]} {what}, which {share.ranks.size} ranks cannot share evenly; "
-                    "take a context-parallel group whose size divides them"
-                )
+        share, heads = self._share, query.shape[1]
+        if heads % share.ranks.size:
+            raise UnsupportedModel(
+                f"layer {layer} has {heads} heads, which {share.ranks.size} ranks cannot share evenly; take a "
+                "context-parallel group whose size divides them"
+            )
+        copies = copies_of_keys(key.shape[1], share.ranks.size)
+        given = (query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)))
         mine = share.to_heads(*(x.flatten(1) for x in given))
         q, k, v = (x.unflatten(1, (-1, of.shape[2])).contiguous() for x, of in zip(mine, given))
         out = self._attention(q, k, v, scale, layer, spec, None if sinks is None else share.own(sinks))

@@ -26,15 +26,14 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.extension import LossExtension
+from treetrain.engine.extension import LossExtension, ModelPass
 from treetrain.engine.extensions.context_parallel import Share
 from treetrain.engine.facts import Metrics, add_metrics
 from treetrain.engine.lm_head import Scores
 from treetrain.engine.loss_gradients import name_through
-from treetrain.engine.part import ModelPass
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router
-from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
+from treetrain.models.tree_mode import TreeRun, enclosing_runs, instance_of, replaced
 from treetrain.planning.plan import Plan
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import TokenTree
@@ -140,10 +139,10 @@ class Experts(LossExtension):
         zeros = [torch.zeros(experts.experts or 0, dtype=torch.float64, device=device) for _ in range(2)]
         self.balance = RouterBalance(choices=zeros[0], probabilities=zeros[1], tokens=0.0)
         """The balance of the passes so far."""
-        self._collects, self._gradients = True, False
+        self._collects, self._gradients, self._scored_first = True, False, False
 
     def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
-        self._gradients = gradients
+        self._gradients, self._scored_first = gradients, plan.scores_first == "kept"
 
     @contextmanager
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
@@ -156,25 +155,25 @@ class Experts(LossExtension):
         with enclosing_runs(self._model, [router.module for router in routers]) as run, ExitStack() as stack:
             for router in routers:
                 forward = partial(_in_run, run, router, router.module.forward)
-                stack.enter_context(replaced_forward(router.module, forward))
+                stack.enter_context(replaced(router.module, forward=forward))
             yield
 
     def before_forward(self, model_pass: ModelPass) -> None:
         part = model_pass.part
-        # The run's last pass over these tokens is counted.
-        final = part.graph or not self._gradients
+        # One pass over each token is counted: the last of the run, or the first where all parts are scored first.
+        final = part.graph or not self._gradients or self._scored_first
         routers = (
             self._idle(part.piece.layout.num_tokens)
             if model_pass.idle
             else self._pass_over(part.piece.layout.tree_index, final=final)
         )
-        share = model_pass.extra(Share)
+        share = instance_of(Share, model_pass.extras)
         routers = routers if share is None else routers.of_share(share)
         model_pass.extras.append(routers)
         model_pass.keywords |= routers.begin()
 
     def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
-        routers = model_pass.extra(RouterPass)
+        routers = instance_of(RouterPass, model_pass.extras)
         assert routers is not None
         routers.close(outputs)
         return scores
@@ -260,7 +259,7 @@ def _in_run(
             "part of a layer?), so its recorded experts and auxiliary loss are not known; put the checkpointing around "
             "whole layers."
         )
-    routers = run.extra(RouterPass)
+    routers = instance_of(RouterPass, run.extras)
     return forward(*args, **kwargs) if routers is None else routers.route(router, forward, *args, **kwargs)
 
 

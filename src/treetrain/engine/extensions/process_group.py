@@ -5,6 +5,8 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 
 import datetime
 import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -27,6 +29,9 @@ _ERROR = "treetrain error"
 """The key in a group's store of the error that ended a pass; the processes must start again after it."""
 CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
 """The longest time a rank may read, plan or evaluate while the others wait for it."""
+ANSWER_TIMEOUT = datetime.timedelta(seconds=5)
+"""The longest time a rank waits, when another one has gone, for the rest to say that they are there."""
+_ANSWERS = "treetrain is there/"
 JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 """The longest time a rank waits for the others to start."""
 
@@ -89,7 +94,7 @@ class GroupRanks(Ranks):
     def __init__(self, group: "dist.ProcessGroup | None" = None, same_rows: Ranks | None = None):
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.rank, self.alone = 0 if group is None else dist.get_rank(group), self.size == 1
         self.lost = False
         self._calls: list[str] = []
         self._sets = [(rank,) for rank in range(self.size)]
@@ -147,8 +152,33 @@ class GroupRanks(Ranks):
         except RuntimeError:  # the process that holds the store has ended
             said = "see what it said"
         raise RanksDisagree(
-            f"another rank has left this pass, by an error of its own or because its process ended: {said}"
+            "another rank has left this pass, by an error of its own or because its process ended: "
+            f"{said}; {self._gone}"
         ) from error
+
+    def explain(self, error: BaseException) -> None:
+        assert self.group is not None
+        if _was_left_by_others(error):
+            error.add_note(f"another rank has left this collective call: {self._gone}")
+
+    @cached_property
+    def _gone(self) -> str:
+        """The ranks that do not answer by the group's store, in words."""
+        assert self.group is not None
+        store: Any = self.group.get_group_store()
+        silent, until = [], time.monotonic() + ANSWER_TIMEOUT.total_seconds()
+        try:
+            store.set(f"{_ANSWERS}{self.rank}", "")
+            for rank in range(self.size):
+                left = datetime.timedelta(seconds=max(until - time.monotonic(), 0.1))
+                try:
+                    store.wait([f"{_ANSWERS}{rank}"], left)
+                except dist.DistStoreError:
+                    silent.append(rank)
+        except RuntimeError:
+            return "the process that holds the ranks' store has ended (rank 0, or torchrun)"
+        seconds = f"within {ANSWER_TIMEOUT.total_seconds():g} s"
+        return f"no answer {seconds} from rank {', '.join(map(str, silent))} of {self.size}" if silent else "all answer"
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
@@ -264,10 +294,13 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def unwrapped(model: nn.Module, group: "dist.ProcessGroup | None") -> "tuple[nn.Module, dist.ProcessGroup | None]":
-    """The model within a `DistributedDataParallel`, and its group if none is given; other models as they are.
+    """The model within a `DistributedDataParallel` or a DeepSpeedEngine, and its group if none is given.
 
-    `Ranks.average_gradients` does once per step what the wrapper does in a backward.
+    Other models are returned as they are. `Ranks.average_gradients` does once per step what the wrapper does in a
+    backward.
     """
+    if is_deepspeed_engine(model):
+        return model.module, dist.group.WORLD if group is None else group  # type: ignore[return-value]
     if dist.is_available():
         from torch.nn.parallel import DistributedDataParallel
 
@@ -276,23 +309,57 @@ def unwrapped(model: nn.Module, group: "dist.ProcessGroup | None") -> "tuple[nn.
     return model, group
 
 
+def is_deepspeed_engine(model: nn.Module) -> bool:
+    """Whether a model is wrapped by DeepSpeed."""
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
+
+
+# ---- ZeRO-3
+
+
+def is_partitioned(weight: Any) -> bool:
+    """Whether DeepSpeed's ZeRO-3 has divided a weight over ranks."""
+    return hasattr(weight, "ds_tensor")
+
+
+@contextmanager
+def whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Inside the block, partitioned weights have the shapes of whole ones, without memory; do not read them."""
+    parameters: Sequence[Any] = [p for p in model.parameters() if is_partitioned(p)]
+    before = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.data.new_empty(1).expand(p.ds_shape)
+    try:
+        yield
+    finally:
+        for p, data in zip(parameters, before):
+            p.data = data
+
+
 # ---- FSDP2
 
 
 def is_shard(tensor: Any) -> bool:
     """Whether a tensor is one rank's part of a larger one."""
-    return hasattr(tensor, "device_mesh")
+    return hasattr(tensor, "device_mesh") or is_partitioned(tensor)
 
 
 def meshes_of(*modules: nn.Module | None) -> list[Any]:
     """The device meshes that weights of these modules lie on, each once."""
     weights: Any = (parameter for module in modules if module is not None for parameter in module.parameters())
-    return list(dict.fromkeys(parameter.device_mesh for parameter in weights if is_shard(parameter)))
+    return list(dict.fromkeys(parameter.device_mesh for parameter in weights if hasattr(parameter, "device_mesh")))
 
 
 def own_part(parameter: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
     """The part of a parameter that this rank holds."""
-    return getattr(parameter, "_local_tensor", parameter)
+    return getattr(parameter, "ds_tensor" if is_partitioned(parameter) else "_local_tensor", parameter)
+
+
+def whole_tensor(shard: Any) -> Tensor:
+    """The tensor that the ranks hold shards of, on its mesh's device; a collective call."""
+    kind = shard.device_mesh.device_type
+    return (shard if shard.device.type == kind else shard.to(kind)).full_tensor()  # one that is offloaded moves there
 
 
 def sharded_modules(*modules: nn.Module | None) -> list[Any]:
@@ -306,8 +373,8 @@ def sharded_modules(*modules: nn.Module | None) -> list[Any]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded some of a model's modules."""
-    return bool(sharded_modules(model))
+    """Whether FSDP2 has sharded some of a model's modules, or ZeRO-3 its weights."""
+    return bool(sharded_modules(model)) or any(map(is_partitioned, model.parameters()))
 
 
 def output_dtype(model: nn.Module) -> torch.dtype | None:
@@ -316,6 +383,28 @@ def output_dtype(model: nn.Module) -> torch.dtype | None:
         return None
     policy = getattr(model._get_fsdp_state(), "_mp_policy", None)  # type: ignore[operator]
     return getattr(policy, "output_dtype", None)
+
+
+def parameter_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype that FSDP2 casts a model's weights to by its mixed precision policy; None if it does not."""
+    shards = sharded_modules(model)
+    policy = getattr(shards[0]._get_fsdp_state(), "_mp_policy", None) if shards else None
+    return getattr(policy, "param_dtype", None)
+
+
+@contextmanager
+def reduced_at_once(model: nn.Module) -> Iterator[None]:
+    """Inside the block, every backward of a sharded model reduces its gradients, even within an accumulation."""
+    before = [
+        (module, all(group.reduce_grads for group in _parameter_groups(module))) for module in sharded_modules(model)
+    ]
+    for module, _ in before:
+        module.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        for module, reduces in before:
+            module.set_requires_gradient_sync(reduces, recurse=False)
 
 
 def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
@@ -370,6 +459,7 @@ def ranks_of(
         )
     name, shards = type(model).__name__, sharded_modules(model, value_head)
     if not shards:
+        group = dist.group.WORLD if group is None and is_sharded(model) else group  # ZeRO-3 divides over all
         return GroupRanks(same_rows.group if group is None else group, same_rows)
     meshes = meshes_of(model, value_head)
     if len(meshes) != 1:

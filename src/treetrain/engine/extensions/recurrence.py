@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from treetrain.engine.extension import Extension
+from treetrain.engine.extension import Extension, ModelPass
 from treetrain.engine.extensions.context_parallel import Share
 from treetrain.engine.lm_head import Scores
-from treetrain.engine.part import ModelPass
 from treetrain.linear_attention.paths import Paths, StateCache
 from treetrain.models.capability import model_device
 from treetrain.models.recurrent_layers import tree_recurrence
+from treetrain.models.tree_mode import instance_of
 from treetrain.planning.plan import Plan
 
 
@@ -39,6 +39,6 @@ class Recurrence(Extension):
         if part.cache is not None and self._states is not None:
             self._states.follow(part.cache.row_of, part.tokens)
             states = self._states.view(part.tokens, part.attach)
-        exchange = model_pass.extra(Share)
+        exchange = instance_of(Share, model_pass.extras)
         model_pass.extras.append(Paths(part.piece.layout, model_device(self._model), states, exchange=exchange))
         model_pass.keywords["attention_mask"] = None  # recurrent layers would look at a mask

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.engine.engine_model import EngineModel
-from treetrain.engine.extension import Extension, Reduces
+from treetrain.engine.extension import Extension, ModelPass, Reduces
 from treetrain.engine.extensions.process_group import output_dtype, sharded_modules, waiting_gradients
 from treetrain.engine.lm_head import Scores
-from treetrain.engine.part import ModelPass
 from treetrain.engine.ranks import Ranks
 from treetrain.planning.collective_order import Kind, Turn, candidates, choose, common_order, offers_of
 from treetrain.planning.devices import MEMORY_MARGIN
@@ -82,13 +81,15 @@ class Sharded(Extension):
     def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
         """Agree on the order of a run's passes; a collective call."""
         self._idle_pass, self._next = idle_pass, 0
-        own = plan.kinds if gradients else "P" * plan.num_parts
+        own = plan.phases if gradients else ("", "P" * plan.num_parts)
         waits = gradients and self.reduces != "never" and bool(waiting_gradients(*self._shards))
         answers = self._ranks.exchange((own, waits))
-        self._turns = common_order([order for order, _ in self._ranks.per_data_rank(answers)])
-        if not self._turns and any(waits for _, waits in answers):
+        # No rank knows its loss, and runs backward, before all have been scored.
+        scored, rest = (common_order(orders) for orders in zip(*(o for o, _ in self._ranks.per_data_rank(answers))))
+        if not scored + rest and any(waits for _, waits in answers):
             # Stand-ins, which reduce what earlier calls left.
-            self._turns = [Turn("forward", ()), Turn("backward", ())]
+            scored, rest = [Turn("forward", ())], [Turn("backward", ())]
+        self._turns, self._scored = scored + rest, len(scored)
         self._last_backward = max((n for n, turn in enumerate(self._turns) if turn.kind == "backward"), default=-1)
 
     @contextmanager
@@ -97,8 +98,8 @@ class Sharded(Extension):
             self._set_reducing(False)
         try:
             yield
-            # A block without backwards stops before the first of them, which comes in a later block.
-            self._stand_in_until(lambda turn: graph and not backward and turn.kind == "backward")
+            # A block without backwards ends when all are scored; the rest comes in a later block.
+            self._stand_in_until(lambda _: graph and not backward and self._next >= self._scored)
             if not graph or backward:
                 self._idle_outputs.clear()
         finally:
@@ -170,7 +171,7 @@ def plan_together(
         return pack(tree, tree.trained_edges()[0] > 0) if weighted else pack(tree)
 
     ranks = engine.sharing.ranks
-    free = engine.free_bytes() / MEMORY_MARGIN if engine.budget is None else None
+    free = engine.free / MEMORY_MARGIN if engine.budget is None and engine.free is not None else None
     own = candidates(tree, plan, laid_out, whole_rows=not weighted, apart=apart, free_bytes=free)
     room = [engine.keeps_gradients(way.plan) for way in own]
     answers = ranks.per_data_rank(ranks.exchange((room, offers_of(own))))

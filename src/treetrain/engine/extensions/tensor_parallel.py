@@ -28,14 +28,13 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from treetrain.engine.extension import Extension
+from treetrain.engine.extension import Extension, ModelPass
 from treetrain.engine.extensions.process_group import GroupRanks, is_shard, meshes_of, sharded_modules
 from treetrain.engine.lm_head import ChunkGradients, EdgesOfChunk, Moments, PlainChunk, Statistics
-from treetrain.engine.part import ModelPass
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, UnsupportedModel
 from treetrain.models.capability import Capabilities, causal_lm, is_plain_linear
-from treetrain.models.tree_mode import replaced_forward
+from treetrain.models.tree_mode import replaced
 
 STYLES = (
     "all_reduce",
@@ -308,7 +307,7 @@ def tensor_parallel_mode(model: nn.Module, ranks: Ranks) -> Iterator[None]:
                 module.in_features = module.weight.shape[1]
         for module in _partial(model):
             # transformers' forward would register its hook.
-            stack.enter_context(replaced_forward(module, partial(type(module).forward, module)))
+            stack.enter_context(replaced(module, forward=partial(type(module).forward, module)))
             for parameter in module.parameters(recurse=False):
                 hooks: Any = parameter._post_accumulate_grad_hooks or {}
                 theirs = {key: hook for key, hook in hooks.items() if PARTIAL in getattr(hook, "__qualname__", "")}

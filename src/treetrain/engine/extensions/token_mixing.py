@@ -12,7 +12,7 @@ where gradients are computed, so each of these modes is tried when it first come
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from treetrain.engine.engine_model import EngineModel
-from treetrain.engine.executor import Executor
-from treetrain.engine.memory import PassCounts
+from treetrain.engine.executor import Executor, PassCounts
+from treetrain.engine.extensions.process_group import is_partitioned
 from treetrain.engine.model_passes import DeviceLayout, ModelPasses
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
@@ -170,6 +170,10 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
     apart = torch.from_numpy((tokens < changed) | (tokens >= layout.ends[changed]))
     head, model, sharded = engine.capabilities.head, engine.model, engine.sharing.collective
     probe = _Probe(modules, head, changed, apart, graph=torch.is_grad_enabled() and not sharded)
+    if any(map(is_partitioned, model.parameters())):
+        from treetrain.engine.extensions.zero import called_alone
+
+        probe.called_alone = called_alone
     with ExitStack() as stack:
         stack.enter_context(_buffers_kept(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -211,6 +215,9 @@ class _Probe:
         apart: the tokens that do not see it.
         graph: whether the modules compute gradients, since hooks and forwards may ask for that.
     """
+
+    called_alone: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    """Within it a module is called outside of a call of the model."""
 
     def __init__(
         self, modules: dict[str, nn.Module], head: nn.Module, changed: int, apart: Tensor, *, graph: bool = False
@@ -257,8 +264,11 @@ class _Probe:
             return
         own = _adapter_weights(module)
         for size in _SIZES if own else (0.0,):
-            weights = {n: torch.randn(p.shape, generator=generator).mul(size).to(p) for n, p in own.items()}
-            with torch.set_grad_enabled(self._graph):
+            weights = {
+                n: torch.randn(getattr(p, "ds_shape", p.shape), generator=generator).mul(size).to(p)
+                for n, p in own.items()
+            }
+            with torch.set_grad_enabled(self._graph), self.called_alone(module):
                 before, after = [functional_call(module, weights, *given) for given in ((args, kwargs), changed)]
             moved = max((self._moved(x, y) for x, y in zip(_tensors(before), _tensors(after))), default=0.0)
             if moved:
@@ -319,7 +329,7 @@ def _adapter_weights(module: nn.Module) -> dict[str, Tensor]:
     if "base_layer" not in module._modules:
         return {}
     own = {name: p for name, p in module.named_parameters() if not name.startswith("base_layer.")}
-    return {name: p.detach() for name, p in own.items() if p.is_floating_point()}
+    return {name: p for name, p in own.items() if p.is_floating_point()}
 
 
 def _by_token(x: Tensor) -> Tensor | None:

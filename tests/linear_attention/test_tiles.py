@@ -1,28 +1,29 @@
-"""The tiled gated delta rule and the path convolution against their specifications, token by token."""
+"""The tiled rules and the path convolution against their specifications, token by token."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rules import SHAPES, inputs, layout_of
+from rules import RULES, SHAPES, inputs, layout_of
 
-from treetrain.linear_attention.delta_rule import TILE, DeltaTiles, gated_delta
 from treetrain.linear_attention.paths import convolve, make_taps
-from treetrain.linear_attention.reference import reference_convolution, reference_gated_delta
+from treetrain.linear_attention.reference import reference_convolution
+from treetrain.linear_attention.tiles import TILE, Tiles
 from treetrain.testing.forests import forests, runs
+from treetrain.testing.linear import relative_error
 from treetrain.tree.layout import PackedLayout
 
 
-def check(layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, exports: int = 3) -> None:
+def check(name: str, layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, exports: int = 3) -> None:
     """Outputs, exported states and all gradients."""
-    rng = np.random.default_rng(seed)
+    rule, rng = RULES[name], np.random.default_rng(seed)
     exported = np.sort(rng.choice(layout.num_tokens, min(exports, layout.num_tokens), replace=False))
-    leaves = inputs(layout.num_tokens, seed)
-    state = leaves[5] if with_state else torch.zeros_like(leaves[5])
-    expected, states = reference_gated_delta(*leaves[:5], layout.parent, state)
-    forest = DeltaTiles(layout, exported, torch.device("cpu"), tile=tile)
-    got, handed_on = gated_delta(*leaves[:5], forest, leaves[5] if with_state else None)
+    *given, before = leaves = inputs(name, layout.num_tokens, seed)
+    state = before if with_state else torch.zeros_like(before)
+    expected, states = rule.reference(*given, layout.parent, state)
+    forest = Tiles(layout, exported, torch.device("cpu"), tile=tile)
+    got, handed_on = rule.tiled(*given, forest, before if with_state else None)
     pairs = [(got, expected)]
     if exports:
         pairs.append((handed_on, states[exported]))
@@ -31,7 +32,7 @@ def check(layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, e
     factors = [torch.randn(want.shape, dtype=want.dtype) for _, want in pairs]
     for found, want in pairs:
         torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
-    wanted = leaves if with_state else leaves[:5]
+    wanted = leaves if with_state else given
     both = [
         torch.autograd.grad(sum((pair[side] * f).sum() for pair, f in zip(pairs, factors)), wanted, retain_graph=True)
         for side in (0, 1)
@@ -40,17 +41,41 @@ def check(layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, e
         assert float((found - want).norm()) <= 1e-12 * float(want.norm()) + 1e-14
 
 
+@pytest.mark.parametrize("rule", RULES)
 @runs(60)
 @given(forests(), st.sampled_from([1, 2, 3, 5, 64]), st.booleans(), st.integers(0, 9), st.sampled_from([0, 1, 4]))
-def test_outputs_states_and_gradients_are_those_of_the_token_by_token_rule(rows, tile, with_state, seed, exports):
+def test_outputs_states_and_gradients_are_those_of_the_token_by_token_rule(rule, rows, tile, with_state, seed, exports):
     if any(rows):
-        check(layout_of(rows), tile=tile, with_state=with_state, seed=seed, exports=exports)
+        check(rule, layout_of(rows), tile=tile, with_state=with_state, seed=seed, exports=exports)
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("with_state", [True, False])
-def test_shapes_that_cross_tiles_are_exact(name, with_state):
-    check(layout_of(SHAPES[name]), tile=TILE, with_state=with_state)
+def test_shapes_that_cross_tiles_are_exact(name, rule, with_state):
+    check(rule, layout_of(SHAPES[name]), tile=TILE, with_state=with_state)
+
+
+@pytest.mark.parametrize(("every", "strengths"), [(4, [1.0, 20.0, 60.0, 120.0]), (1, [10.0] * 4)])
+@pytest.mark.parametrize("name", RULES)
+def test_strong_decays_keep_float32_exact(name, every, strengths):
+    """Heads of Mamba-2 may forget within a token, and then keep something for a few."""
+    layout = layout_of(SHAPES["nested forks"])
+    rule, leaves = RULES[name], inputs(name, layout.num_tokens, dtype=torch.float32)
+    forgets = (torch.arange(layout.num_tokens) % every == 0)[:, None]
+    leaves[3] = (leaves[3].detach() * torch.where(forgets, torch.tensor(strengths), 0.05)).requires_grad_()
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        *given, before = own = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        if dtype == torch.float64:
+            out, _ = rule.reference(*given, layout.parent, before)
+        else:
+            out, _ = rule.tiled(*given, Tiles(layout, np.zeros(0, np.int64), torch.device("cpu")), before)
+        factor = torch.linspace(0, 9, out.numel(), dtype=dtype).sin().view(out.shape)
+        results.append([out.detach(), *torch.autograd.grad((out * factor).sum(), own)])
+    for want, found in zip(*results):
+        assert relative_error(found, want) <= 1e-6
+    assert relative_error(results[1][4], results[0][4]) <= 5e-7  # the gradient of the decays
 
 
 @runs(60)
@@ -89,7 +114,7 @@ def test_the_convolution_reads_the_last_inputs_of_every_path(rows, width, contin
 @pytest.mark.parametrize("name", SHAPES)
 def test_tiles_are_few_and_nearly_full(name):
     layout = layout_of(SHAPES[name])
-    forest = DeltaTiles(layout, np.zeros(0, np.int64), torch.device("cpu"))
+    forest = Tiles(layout, np.zeros(0, np.int64), torch.device("cpu"))
     tiles = sum(tiles.shape[0] for tiles in forest.classes)
     assert all(tiles.shape[1] <= TILE for tiles in forest.classes)
     assert tiles <= 1.5 * layout.num_tokens / TILE + 1

@@ -1,0 +1,92 @@
+"""How the processes of a trainer hold its weights, and how the gradients of trees reach the parameters there.
+
+`PrefixSharing` makes one of these by accelerate's distributed type (`PROCESSES`). `Processes` here is for processes
+that hold all weights: one alone, or several in DistributedDataParallel. Another way to hold them is a subclass in a
+file of its own (`sharded_processes.py` has FSDP2).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extensions.process_group import is_sharded
+from treetrain.engine.score import Scored
+from treetrain.trainers.step_scores import StepScores, gradient_versions
+
+
+class Processes:
+    """Processes that each hold all weights. They run passes by themselves, and average gradients once in a step.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+
+    Raises:
+        ValueError: a setting that cannot be exact; the message names what to change.
+    """
+
+    call = "forward"
+    """The attribute of the model that is replaced, so that trees answer its calls."""
+
+    def __init__(self, trainer: Any):
+        self.accelerator = trainer.accelerator
+        self.check(trainer)
+
+    def check(self, trainer: Any) -> None:
+        """Raise ValueError for settings that cannot be exact."""
+        if is_sharded(trainer.model):
+            raise ValueError(
+                "share_prefixes cannot be exact with a model that is sharded already; let accelerate shard it "
+                "(accelerate launch with fsdp_version: 2), or train it with tt.TreeTrainer"
+            )
+
+    def check_prepared(self, model: nn.Module) -> None:
+        """Raise ValueError for a model that cannot be exact in the way in which accelerate has prepared it."""
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The autocast under which this trainer's model runs."""
+        return self.accelerator.autocast()
+
+    def begin(self, model: nn.Module, settle: Callable[..., None]) -> None:
+        """A micro-batch of training begins.
+
+        Args:
+            model: as accelerate has prepared it.
+            settle: `PrefixSharing.settle`, for processes whose optimizer steps within the trainer's backward.
+        """
+
+    def comparison(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside the block the plain model and a tree run backward, and their gradients are compared."""
+        return nullcontext()
+
+    def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
+        """A tree was scored for training.
+
+        Args:
+            settle: runs the gradients that wait through their trees; for code that reads ``.grad`` before.
+        """
+        scored.deferral.settle = settle
+
+    def settle(self, engine: TreeEngine, steps: StepScores, *, everything: bool, last: bool) -> list[Scored]:
+        """Run gradients that wait through their trees; returns the `Scored` of these trees.
+
+        Args:
+            engine: that of the trained model.
+            everything: also trees that hold rows of micro-batches to come, which are then scored again.
+            last: the optimizer steps next: gradients become those of all processes, unless they are already.
+        """
+        if engine.ranks.alone or not last:
+            return steps.settle(everything=everything)
+        done = []
+        if steps.gradients_wait or gradient_versions(engine.parameters) != steps.step.averaged:
+            with engine.ranks.together("the backward of the step's trees"):
+                done = steps.settle(everything=everything)
+            engine.sharing.average_gradients(engine.parameters)
+            steps.step.averaged = gradient_versions(engine.parameters)
+        return done
+
+    def engine_key(self, model: nn.Module) -> object:
+        """What an engine for this model depends on, beside its settings."""
+        return id(model)

@@ -1,0 +1,174 @@
+"""Log-probabilities of a trainer's batch, for a loss of one's own.
+
+The same lines of a ``compute_loss`` run the plain model, and a tree where `share_prefixes` has been called.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import extract_model_from_parallel
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor, nn
+
+from treetrain.engine.engine import checked_temperature
+from treetrain.engine.extensions.process_group import output_dtype
+from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, check_head, score_edges, scoring_head, zero_of
+from treetrain.errors import DataError
+from treetrain.models.capability import causal_lm, head_capabilities
+from treetrain.trainers.batches import IGNORED, positions_between, rows_of
+from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput
+
+_OF_ROWS = (
+    *("input_ids", "attention_mask", "position_ids", "seq_idx"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
+"""Entries of a batch that the plain model reads."""
+
+
+def token_logprobs(
+    model: nn.Module | Any,
+    inputs: Mapping[str, Any] | Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
+    """Log-probabilities of the tokens of a batch, aligned with it, for a loss of your own; differentiable.
+
+    In the ``compute_loss`` of a trainer with `share_prefixes`, every prefix that rows share is computed once, forward
+    and backward. Otherwise the plain model runs. Its head runs on the predictions that are wanted, a few at a time, so
+    logits [B, L, vocabulary] do not exist. The numbers are the same.
+
+    Args:
+        model: a causal LM, plain, wrapped by peft or by `DistributedDataParallel`; or, in a ``compute_loss_func``, the
+            outputs that it is given.
+        inputs: the batch: ``input_ids`` [B, L], with an ``attention_mask`` if it is padded (on either side), with
+            ``position_ids`` or ``cu_seq_lens_q`` if it is packed. ``labels`` [B, L] select predictions: those of tokens
+            whose label is not -100. Without labels every token but a row's first is predicted. Entries that no model
+            reads, such as advantages, are ignored. For outputs: the labels alone.
+        temperature: divides the logits before the softmax: the one that the rows were sampled with, in a policy loss.
+        return_entropy: also give the entropies of the distributions that the tokens were drawn from.
+
+    Returns:
+        [B, L - 1], in nats, float32 or wider. Column t belongs to the token in column t + 1; it is 0 where nothing is
+        predicted. With ``return_entropy`` a pair of such tensors. The routers' auxiliary loss is not part of them.
+
+    Raises:
+        DataError: a label that is not the token, or that would be predicted from padding or another row; a mask or
+            positions that do not describe rows.
+        UnsupportedModel: no head is found, or the model changes its logits in an unknown way after the head; with
+            `share_prefixes`, the model would not be exact on a tree.
+        ValueError: a temperature that is not above 0; an entry of the batch that the model reads and that is not known
+            here, such as images.
+    """
+    temperature = checked_temperature(temperature)
+    if not isinstance(model, nn.Module):
+        if not (isinstance(inputs, Tensor) and inputs.dim() == 2):
+            raise TypeError("with the outputs of a model, give the labels, a tensor [B, L]; with a model, the batch")
+        if isinstance(model, TreeOutput):
+            scores = model.token_logprobs(inputs, temperature, entropy=return_entropy)
+        else:
+            scores = _from_logits(model.logits, inputs, temperature, entropy=return_entropy)
+    else:
+        if not isinstance(inputs, Mapping):
+            raise TypeError(f"inputs is a {type(inputs).__name__}; give the batch, a dictionary with input_ids")
+        inner = extract_model_from_parallel(model)
+        batch = _arguments(inner, inputs)
+        forward = _tree_forward(inner)
+        if forward is None:
+            scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy)
+        else:
+            scores = forward.token_logprobs(batch, temperature, entropy=return_entropy)
+    logprobs, entropies = scores
+    return (logprobs, entropies) if return_entropy else logprobs
+
+
+def _arguments(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a batch that describe its rows.
+
+    Raises:
+        DataError: there are no ids.
+        ValueError: the model reads another one, which would change the log-probabilities.
+    """
+    given = {name: value for name, value in inputs.items() if value is not None}
+    if "input_ids" not in given:
+        raise DataError(f"the batch has no input_ids; it has {', '.join(sorted(map(str, inputs))) or 'nothing'}")
+    reads = inspect.signature(type(causal_lm(model)).forward).parameters
+    unknown = sorted(name for name in given if name in reads and name not in KNOWN_ARGUMENTS)
+    if unknown:
+        raise ValueError(
+            f"the batch has {', '.join(unknown)}, which {type(causal_lm(model)).__name__} reads and which is not known "
+            "to be exact here; leave it out of the batch"
+        )
+    return {name: given[name] for name in (*_OF_ROWS, "labels") if name in given}
+
+
+def _tree_forward(model: nn.Module) -> TreeForward | None:
+    """What `share_prefixes` has put in the place of the model's forward (wrapped by Accelerate) or of its call."""
+    placed = (vars(model).get(name) for name in ("forward", "_original_forward", "_call_impl"))
+    return next((forward for forward in placed if isinstance(forward, TreeForward)), None)
+
+
+def _from_plain_model(
+    model: nn.Module, inner: nn.Module, batch: dict[str, Any], temperature: float, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Scores from the model's own forward, whose head scores the wanted predictions in the place of logits.
+
+    Args:
+        model: the model as it is called; it may be wrapped for several processes.
+        inner: the model without this wrapper.
+    """
+    rows, ids = rows_of(batch), batch["input_ids"]
+    wanted = rows.wanted.to(ids.device)
+    if "position_ids" not in batch and "attention_mask" not in batch and "cu_seq_lens_q" in batch:
+        batch = batch | {"position_ids": positions_between(batch["cu_seq_lens_q"], ids)}
+    capabilities, edges, seen = head_capabilities(inner), _edges(ids, wanted), []
+    # Every process must reach all weights, also one that predicts nothing.
+    request = ScoreRequest(
+        temperature=temperature, need_entropy=entropy, reaches_all_weights=True, carrier_dtype=output_dtype(inner)
+    )
+    hook = inner.register_forward_hook(lambda _module, _args, output: seen.append(output.logits))
+    try:
+        with scoring_head(capabilities, edges, request) as calls:
+            outputs = model(
+                **{name: x for name, x in batch.items() if name != "labels"}, use_cache=False, return_dict=True
+            )
+    finally:
+        hook.remove()
+    check_head(inner, capabilities, calls, seen[0])
+    scores = calls[0].scores
+    # The wrapper's own nodes are behind its output.
+    scores = replace(scores, logprobs=scores.logprobs + zero_of(outputs.logits).to(scores.logprobs.dtype))
+    return _placed(scores, wanted)
+
+
+def _from_logits(logits: Tensor, labels: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores from logits [B, L, V] that exist already."""
+    wanted = labels[:, 1:] != IGNORED
+    request, same = ScoreRequest(temperature=temperature, need_entropy=entropy), nn.Identity()
+    rows, edges = logits.flatten(0, 1), _edges(labels, wanted)
+    return _placed(score_edges(rows, same, same, edges, request, fused=False, vocab_size=logits.shape[-1]), wanted)
+
+
+def _edges(tokens: Integer[Tensor, "B L"], wanted: Bool[Tensor, "B _"]) -> Edges:
+    """The wanted predictions, each by a state of its own; `tokens` holds those that they predict."""
+    row, column = wanted.nonzero(as_tuple=True)
+    count = len(row)
+    return Edges(
+        rows=row * tokens.shape[1] + column,
+        edge_row=torch.arange(count, device=tokens.device),
+        targets=tokens[:, 1:][wanted],
+        host_edge_row=np.arange(count),
+    )
+
+
+def _placed(scores: Scores, wanted: Bool[Tensor, "B _"]) -> tuple[Tensor, Tensor | None]:
+    """Scores of the wanted predictions in their places."""
+
+    def place(values: Float[Tensor, " E"]) -> Float[Tensor, "B _"]:
+        return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
+
+    return place(scores.logprobs), None if scores.entropies is None else place(scores.entropies)

@@ -1,0 +1,190 @@
+"""DeepSpeed's ZeRO in `share_prefixes`: DeepSpeed reduces, clips and steps, with one whole gradient per parameter.
+
+DeepSpeed's hooks reduce a gradient when a backward reaches its parameter, once in a micro-batch, and accelerate has
+DeepSpeed step within `accelerator.backward`. The backward of a step's trees reaches a parameter part by part, after the
+last micro-batch. So:
+
+- DeepSpeed's hooks are taken off the parameters. Gradients are added up in ``.grad``, as in one process.
+- `TreesFirst` stands for accelerate's wrapper of DeepSpeed. In the last micro-batch of a step it has the trees run
+  backward, and hands every parameter's sum to DeepSpeed at once (`DeepSpeedEngine.coalesce_grad_reduction`).
+  DeepSpeed reduces these sums in its own buckets and dtype, then clips and steps.
+
+Every process holds its own gradients until then, in the weights' dtype: with ZeRO-1 as DeepSpeed does; with ZeRO-2
+DeepSpeed frees them within a backward.
+
+Under ZeRO-3 nobody holds whole gradients. `extensions/zero.py` has DeepSpeed reduce those of each part as they come,
+and all ranks score and run backward together, as under FSDP2.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treetrain.engine.deferred import DeferredGradient
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extensions.zero import head_read_outside
+from treetrain.engine.score import Scored
+from treetrain.trainers.processes import Processes
+from treetrain.trainers.sharded_processes import ShardedProcesses
+from treetrain.trainers.step_scores import StepScores
+
+STAGES = (1, 2, 3)
+"""The stages of ZeRO that are supported."""
+NEEDED = "coalesce_grad_reduction"
+"""The method of DeepSpeedEngine that reduces whole gradients once (DeepSpeed 0.19 has it)."""
+
+
+class ZeroProcesses(ShardedProcesses):
+    """Processes that DeepSpeed trains, as accelerate sets it up."""
+
+    def check(self, trainer: Any) -> None:
+        check_zero(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+        self._partitioned = trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
+
+    def check_prepared(self, model: nn.Module) -> None:
+        check_engine(model)
+
+    def comparison(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Gradients of a model without its DeepSpeedEngine stay whole on each rank."""
+        return head_read_outside(model) if self._partitioned else nullcontext()
+
+    def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
+        if self._partitioned:
+            super().scored(scored, settle)
+        else:
+            Processes.scored(self, scored, settle)
+
+    def begin(self, model: nn.Module, settle: Callable[..., None]) -> None:
+        wrapper = self.accelerator.deepspeed_engine_wrapped
+        if isinstance(wrapper, TreesFirst):
+            return
+        engine: Any = model
+        for handle in engine.optimizer._grad_acc_hooks:
+            handle.remove()
+        self.accelerator.deepspeed_engine_wrapped = TreesFirst(wrapper, settle)
+
+    def settle(self, engine: TreeEngine, steps: StepScores, *, everything: bool, last: bool) -> list[Scored]:
+        if self._partitioned:
+            return super().settle(engine, steps, everything=everything, last=last)
+        if not last:
+            return steps.settle(everything=everything)
+        with engine.ranks.together("the backward of the step's trees"):
+            return steps.settle(everything=everything)
+
+
+class TreesFirst:
+    """Stands for accelerate's `DeepSpeedEngineWrapper`: trees run backward before DeepSpeed reduces and steps.
+
+    Args:
+        wrapper: accelerate's.
+        settle: runs all gradients that wait through their trees.
+    """
+
+    def __init__(self, wrapper: Any, settle: Callable[..., None]):
+        self._wrapper, self._settle = wrapper, settle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapper, name)
+
+    def backward(self, loss: Tensor, sync_gradients: bool = True, *, scale_wrt_gas: bool = True) -> None:
+        """Run a micro-batch's backward; in the last one of a step also the trees', and DeepSpeed's step."""
+        engine = self._wrapper.engine
+        weights = list(engine.module.parameters())
+        engine.set_gradient_accumulation_boundary(sync_gradients)
+        (loss / engine.gradient_accumulation_steps() if scale_wrt_gas else loss).backward()
+        partitioned = engine.zero_optimization_stage() == 3
+        if partitioned and any(p.grad is not None and not isinstance(p.grad, DeferredGradient) for p in weights):
+            raise ValueError(
+                "the loss reads weights other than through the scores of the model (a penalty, a second call?), which "
+                "is not supported under ZeRO-3; leave it out, or set zero_optimization.stage: 2"
+            )
+        if sync_gradients:
+            self._settle(everything=True, last=True)
+            if not partitioned:
+                reduce_once(engine)
+            engine.step()
+
+
+def reduce_once(engine: Any) -> None:
+    """Have DeepSpeed reduce the gradients that are in ``.grad``; a collective call, for ZeRO-1 and 2.
+
+    A gradient that another rank has and this one lacks is zero: DeepSpeed's buckets hold the same parameters on all
+    ranks.
+    """
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=engine.device)
+    torch.distributed.all_reduce(present, torch.distributed.ReduceOp.MAX, group=engine.seq_data_parallel_group)
+    for p, anywhere in zip(parameters, present.tolist()):
+        if anywhere and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    with engine.coalesce_grad_reduction():
+        engine.optimizer.backward_epilogue()  # moves gradients to where the reduction reads them
+
+
+ROUNDS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+"""Settings of ZeRO++ that round weights or gradients."""
+LEFT_OUT = (
+    *("pipeline", "progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training"),
+    *("sparse_attention", "amp", "torch_autocast", "fp16"),
+)
+"""Sections of DeepSpeed's configuration that change what its own forward and backward compute."""
+
+
+def check_zero(config: dict[str, Any]) -> None:
+    """Refuse settings of DeepSpeed's configuration that cannot be exact.
+
+    Raises:
+        ValueError: the message names the setting to change.
+    """
+    zero = config.get("zero_optimization") or {}
+    stage, partition = zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
+    accumulates = str((config.get("data_types") or {}).get("grad_accum_dtype")).removeprefix("torch.")
+    ways = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    refusals = {
+        f"zero_optimization.stage: {stage}; set it to {' or '.join(map(str, STAGES))}": stage not in STAGES,
+        f"zero_optimization.zero_hpz_partition_size: {partition} (ZeRO++); leave it out": partition > 1,
+        **{f"zero_optimization.{name} (ZeRO++), which rounds; leave it out": zero.get(name) for name in ROUNDS},
+        "zero_optimization.zenflow, which steps with old gradients; leave it out": zero.get("zenflow"),
+        "zero_optimization.offload_param.device: nvme; set it to cpu or none": str(
+            (zero.get("offload_param") or {}).get("device")
+        ).endswith("nvme"),
+        f"tensor_parallel.autotp_size: {ways}; leave it out": ways > 1,
+        "compile.deepcompile; leave it out": (config.get("compile") or {}).get("deepcompile"),
+        "data_types.grad_accum_dtype: fp32 with bf16 and stage 1, whose optimizer takes gradients within a backward; "
+        "set zero_optimization.stage: 2": stage == 1
+        and _enabled(config, "bf16")
+        and accumulates in ("fp32", "float32"),
+    }
+    refusals |= {f"{name}; leave it out (bf16.enabled: true is exact)": _enabled(config, name) for name in LEFT_OUT}
+    for reason, refused in refusals.items():
+        if refused:
+            raise ValueError(f"share_prefixes cannot be exact with DeepSpeed's {reason}")
+
+
+def _enabled(config: dict[str, Any], name: str) -> bool:
+    """Whether a section of the configuration is there and does not say that it is switched off."""
+    section = config.get(name)
+    return section.get("enabled", True) is True if isinstance(section, dict) else bool(section)
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse a DeepSpeed that does not have what is relied on here.
+
+    Raises:
+        ValueError: a pipeline, an optimizer without ZeRO, or another version of DeepSpeed.
+    """
+    if getattr(engine, "pipeline_parallelism", False):
+        raise ValueError("share_prefixes cannot be exact with DeepSpeed's PipelineModule; give the trainer the model")
+    if getattr(engine.optimizer, "_leaf_module_hooks", None):
+        raise ValueError(
+            "share_prefixes cannot be exact with leaf modules of ZeRO-3, which reduce gradients by hooks of their own; "
+            "leave out deepspeed_moe_layer_cls_names (zero_optimization.leaf_module)"
+        )
+    if not hasattr(engine, NEEDED) or not hasattr(engine.optimizer, "_grad_acc_hooks"):
+        raise ValueError(
+            f"share_prefixes hands whole gradients to DeepSpeedEngine.{NEEDED}; this DeepSpeed does not have it for "
+            f"{type(engine.optimizer).__name__}: DeepSpeed 0.19.8 has it for ZeRO"
+        )

@@ -1,0 +1,274 @@
+"""Processes under DeepSpeed's ZeRO, set up by accelerate, train the same with shared prefixes as without."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainer_runs import BUILDERS, difference, train
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from support.processes import Processes
+from treetrain.engine.model_passes import ModelPasses
+from treetrain.trainers import zero_processes
+from treetrain.trainers.zero_processes import check_zero
+
+REASON = "deepspeed is not installed; it needs an environment of its own: make test-deepspeed"
+deepspeed = pytest.importorskip("deepspeed", reason=REASON)
+
+AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+SMALL = {"stage3_param_persistence_threshold": 0}
+"""Small weights are partitioned too."""
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+
+
+def start(group: Any) -> None:
+    """Let accelerate and DeepSpeed find these processes."""
+    import datasets
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    datasets.disable_progress_bars()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(DS_ACCELERATOR="cpu")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    deepspeed.init_distributed("gloo")
+    unset_hf_deepspeed_config()  # transformers would partition the next model while it is made
+
+
+def run(
+    group: Any, name: str, folder: str, steps: int, stage: int, config: dict[str, Any], shared: bool, **settings: Any
+) -> Any:
+    """Train under ZeRO on these processes; with `from_start` the weights are partitioned as they are loaded."""
+    start(group)
+    early = None
+    if settings.pop("from_start", False):
+        early = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **SMALL}})
+    zero = {"stage": stage, **(SMALL if stage == 3 else {}), **config.get("zero_optimization", {})}
+    settings["deepspeed"] = dict.fromkeys(AUTO, "auto") | {"zero_allow_untested_optimizer": True} | config
+    settings["deepspeed"] |= {"zero_optimization": zero}
+    found = train(BUILDERS[name], Path(folder), shared=shared, steps=steps, evaluate=True, **settings)
+    del early
+    for logs in found.logs:
+        logs.pop("total_flos", None)  # transformers counts the weights that ZeRO-3 has gathered at the moment
+    return found
+
+
+def both(
+    group: Any, name: str, folder: str, steps: int, stage: int, config: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Train with shared prefixes and without on these processes; how far they are apart, and this rank's weights."""
+    runs = [run(group, name, folder, steps, stage, config, shared, **settings) for shared in (True, False)]
+    assert runs[0].trainer.accelerator.num_processes == dist.get_world_size(group)
+    assert runs[0].trainer.deepspeed.zero_optimization_stage() == stage
+    logs = runs[0].logs
+    assert any("tree/overlap" in log for log in logs) and any("grad_norm" in log for log in logs)
+    found = difference(*runs)
+    own = torch.cat([x.flatten() for x in runs[0].updates.values()]).tolist()
+    return vars(found) | {"own": own}
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("plain", 2, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "plain, clipped, budget": (
+        "plain",
+        1,
+        {},
+        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "adamw_torch"},
+    ),
+    "plain, one rank without labels": (
+        "plain",
+        2,
+        {},
+        {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"},
+    ),
+    "plain, small buckets": (
+        "plain",
+        2,
+        {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": False}},
+        {"per_device_train_batch_size": 4},
+    ),
+    "sft": ("sft", 1, {}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
+    "sft lora": ("sft", 2, {}, {"lora": True, "per_device_train_batch_size": 4, "max_grad_norm": 0.1}),
+    "sft offload": ("sft", 2, OFFLOAD, {"optim": "adamw_torch", "gradient_accumulation_steps": 2}),
+    "dpo": ("dpo", 2, {}, {"per_device_train_batch_size": 4}),
+    "dpo lora": ("dpo", 1, {}, {"lora": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "grpo": ("grpo", 2, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "grpo lora": ("grpo", 1, {}, {"lora": True}),
+    "kto": ("kto", 2, {}, {"per_device_train_batch_size": 4}),
+    "reward": ("reward", 2, {}, {"per_device_train_batch_size": 4}),
+    "plain, partitioned": ("plain", 3, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "plain, partitioned, clipped, budget": (
+        "plain",
+        3,
+        {},
+        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "adamw_torch"},
+    ),
+    "plain, partitioned, one rank without labels": (
+        "plain",
+        3,
+        {},
+        {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"},
+    ),
+    "plain, partitioned, checkpointing": ("plain", 3, {}, {"gradient_checkpointing": True, "budget": 40}),
+    "sft, partitioned": ("sft", 3, {}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
+    "sft lora, partitioned": ("sft", 3, {}, {"lora": True, "per_device_train_batch_size": 4, "budget": 40}),
+    "sft offload, partitioned": (
+        "sft",
+        3,
+        OFFLOAD | {"zero_optimization": OFFLOAD["zero_optimization"] | {"offload_param": {"device": "cpu"}}},
+        {"optim": "adamw_torch", "gradient_accumulation_steps": 2, "budget": 40},
+    ),
+    "dpo, partitioned": ("dpo", 3, {}, {"per_device_train_batch_size": 4}),
+    "dpo lora, partitioned": ("dpo", 3, {}, {"lora": True, "per_device_train_batch_size": 4, "budget": 40}),
+    "grpo, partitioned": ("grpo", 3, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "grpo lora, partitioned from the start": ("grpo", 3, {}, {"lora": True, "from_start": True}),
+    "reward, partitioned": ("reward", 3, {}, {"per_device_train_batch_size": 4}),
+}
+
+
+def check(processes: Callable[..., list[Any]], case: str, folder: Any, steps: int, size: int = 2) -> dict[str, float]:
+    """Train on all ranks, with and without, and compare; the ranks must hold the same weights."""
+    name, stage, config, settings = CASES[case]
+    ranks = processes(both, name, str(folder), steps, stage, config, settings, size=size, timeout=600)
+    for rank in ranks:
+        assert max(rank["metrics"], rank["weights"]) <= 1e-5 and rank["updates"] <= 1e-4, {
+            key: value for key, value in rank.items() if key != "own"
+        }
+        assert rank["own"] == ranks[0]["own"]
+    return {name: max(rank[name] for rank in ranks) for name in ("metrics", "weights", "updates")}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("plain", "sft offload", "plain, one rank without labels"),
+        *("plain, partitioned, clipped, budget", "sft lora, partitioned", "grpo, partitioned"),
+    ],
+)
+def test_two_processes_train_the_same_with_shared_prefixes(two: Processes, tmp_path, case):
+    check(two.run, case, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_the_same_after_twenty_steps(two: Processes, case, tmp_path, record_property):
+    record_property("errors", check(two.run, case, tmp_path, 20))
+
+
+@pytest.mark.slow
+def test_four_processes_are_the_same_after_twenty_steps(run_on_ranks, tmp_path, record_property):
+    record_property("errors", check(run_on_ranks, "plain", tmp_path, 20, size=4))
+
+
+def drop_a_part(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """On rank 0 the backward of every second part is left out."""
+    plain, count = ModelPasses.backward, iter(range(10**6))
+
+    def backward(passes: Any, part: Any, output: Any) -> None:
+        if rank or next(count) % 2 == 0:
+            plain(passes, part, output)
+
+    patch.setattr(ModelPasses, "backward", backward)
+
+
+def skip_a_reduction(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 1 reduces nothing of its own."""
+    plain = zero_processes.reduce_once
+
+    def reduce_once(engine: Any) -> None:
+        if rank:
+            engine.module.zero_grad()
+        plain(engine)
+
+    patch.setattr(zero_processes, "reduce_once", reduce_once)
+
+
+MUTANTS = {"a part's gradient": drop_a_part, "a rank's reduction": skip_a_reduction}
+
+
+def broken(group: Any, mutant: str, folder: str) -> float:
+    """The difference of the updates where something is left out."""
+    settings = {"budget": 40, "per_device_train_batch_size": 4}
+    plain = run(group, "plain", folder, 2, 2, {}, False, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[mutant](patch, dist.get_rank(group))
+        # Without the comparison in the first step, which would see it.
+        patch.setattr("treetrain.trainers.share_prefixes.PrefixSharing._check_first_step", lambda *_: None)
+        return difference(run(group, "plain", folder, 2, 2, {}, True, **settings), plain).updates
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_gradient_that_is_left_out_is_seen(two: Processes, mutant, tmp_path):
+    assert min(two.run(broken, mutant, str(tmp_path), timeout=400)) > 1e-2
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def rounded(group: Any, folder: str, config: dict[str, Any]) -> tuple[float, float]:
+    """How far bfloat16 is from float32 after some steps, with shared prefixes and without."""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch"}
+    exact = run(group, "plain", folder, 5, 2, {}, False, learning_rate=1e-3, **settings)
+    errors = []
+    for shared in (True, False):
+        found = run(group, "plain", folder, 5, 2, config, shared, learning_rate=1e-3, bf16=True, **settings)
+        errors.append(difference(found, exact).metrics)
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize("accumulates", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["bf16", "fp32"])
+def test_bfloat16_is_as_near_to_float32_as_without(two: Processes, tmp_path, accumulates):
+    for ours, plain in two.run(rounded, str(tmp_path), BF16 | accumulates, timeout=400):
+        assert ours <= 1.5 * plain
+
+
+def resumed(group: Any, folder: str) -> float:
+    """How far a run that stops and resumes from DeepSpeed's checkpoint is from one that does not stop."""
+    settings = {"per_device_train_batch_size": 4, "optim": "adamw_torch", "seed": 3}
+    whole = run(group, "plain", folder, 4, 2, {}, True, **settings)
+    run(group, "plain", folder, 4, 2, {}, True, save_strategy="steps", save_steps=2, **settings)
+    rest = run(group, "plain", folder, 4, 2, {}, True, resume=Path(folder) / "checkpoint-2", **settings)
+    weights = {name: (rest.weights[name] - x).abs().max().item() for name, x in whole.weights.items()}
+    return max(weights.values())
+
+
+def test_a_checkpoint_of_deepspeed_is_resumed(two: Processes, tmp_path):
+    assert max(two.run(resumed, str(tmp_path), timeout=400)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"zero_optimization": {"stage": 0}}, r"zero_optimization\.stage: 0; set it to 1 or 2 or 3"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, r"zero_quantized_weights \(ZeRO\+\+\)"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, r"zero_quantized_gradients \(ZeRO\+\+\)"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, r"zero_hpz_partition_size: 8 \(ZeRO\+\+\)"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, r"offload_param\.device: nvme"),
+        ({"pipeline": {"stages": 2}}, "pipeline; leave it out"),
+        ({"fp16": {"enabled": True}}, r"fp16; leave it out \(bf16\.enabled: true is exact"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
+        ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size: 2"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning"),
+        (
+            {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            r"grad_accum_dtype: fp32 with bf16 and stage 1.*set zero_optimization\.stage: 2",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_exact_are_refused(config, message):
+    zero = {"stage": 2, **config.get("zero_optimization", {})}
+    with pytest.raises(ValueError, match=f"share_prefixes cannot be exact with DeepSpeed's .*{message}"):
+        check_zero({"fp16": {"enabled": False}, **config, "zero_optimization": zero})
+
+
+def test_a_deepspeed_that_cannot_reduce_once_is_refused():
+    engine = SimpleNamespace(optimizer=SimpleNamespace())
+    with pytest.raises(ValueError, match="coalesce_grad_reduction"):
+        zero_processes.check_engine(engine)
