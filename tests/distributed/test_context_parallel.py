@@ -95,11 +95,13 @@ def test_four_ranks(run_on_ranks):
 @pytest.mark.parametrize(
     ("family", "changes", "size"),
     [
-        ("qwen3", KEYS, 4),
-        ("qwen3", (("num_key_value_heads", 1),), 4),
-        ("qwen3", (("num_attention_heads", 6), ("num_key_value_heads", 2)), 3),  # copies of 2 heads on each rank
         ("qwen3", (("num_attention_heads", 6), ("num_key_value_heads", 3)), 2),
-        ("gpt_oss", KEYS, 4),  # sinks, windows, experts
+        pytest.param("qwen3", KEYS, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3", (("num_key_value_heads", 1),), 4, marks=pytest.mark.slow),
+        pytest.param(  # copies of 2 heads on each rank
+            "qwen3", (("num_attention_heads", 6), ("num_key_value_heads", 2)), 3, marks=pytest.mark.slow
+        ),
+        pytest.param("gpt_oss", KEYS, 4, marks=pytest.mark.slow),  # sinks, windows, experts
     ],
 )
 def test_heads_of_keys_and_values_are_repeated_for_ranks_that_do_not_divide_them(run_on_ranks, family, changes, size):

@@ -159,17 +159,16 @@ def test_checkpointing_takes_no_more_than_is_predicted(budget):
         for budget in (10_000, 60, 20)
     ],
 )
-def test_the_caches_of_a_family_are_predicted_exactly_and_its_peak_within_a_fifth(name, budget, request):
-    if (name, budget) == ("qwen3_5_text", 20):
-        request.applymarker(pytest.mark.xfail(reason="small parts take 1.20 of what is counted"))
+def test_the_caches_of_a_family_are_predicted_exactly_and_its_peak_within_a_fifth(name, budget):
     model, layout = sized(name), forest(37, 100, 50)
     cost = cost_of(model)
     plan = partition(layout, budget, cost.seconds)
     predicted = cost.bytes_by(plan)
     peak, cached = peak_and_cache(model, layout, plan)
     assert cached == pytest.approx(predicted["KV cache"], rel=1e-9)
-    # Left out are the tiles of scores that soft-capped attention makes, as much as all else in so small a model.
-    tolerance = {"gemma2": 0.6, "lfm2": 0.3}.get(name, 0.2) if budget == 20 else 0.2
+    # Left out: the tiles of scores that soft-capped attention makes, as much as all else in so small a model; and the
+    # padding of the delta rule's tiles: a prefill of 79 tokens computes two of 64.
+    tolerance = {"gemma2": 0.6, "lfm2": 0.3, "qwen3_5_text": 0.25}.get(name, 0.2) if budget == 20 else 0.2
     assert peak == pytest.approx(sum(predicted.values()) - predicted["allocator"], rel=tolerance)
 
 

@@ -133,7 +133,7 @@ def close(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"ranks": 2}, {"ranks": 1, "gradient_accumulation_steps": 4}),
+        pytest.param({"ranks": 2}, {"ranks": 1, "gradient_accumulation_steps": 4}, marks=pytest.mark.slow),
         pytest.param({"ranks": 1, "gradient_accumulation_steps": 4}, {"ranks": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"ranks": 2, "sharded": True}, {"ranks": 1, "gradient_accumulation_steps": 4}, marks=pytest.mark.slow

@@ -113,7 +113,7 @@ def check(processes: Processes, case: str, folder: Any, steps: int, size: int = 
     return {name: max(rank[name] for rank in ranks) for name in ("metrics", "weights", "updates")}
 
 
-@pytest.mark.parametrize("case", ["plain", "sft", "dpo lora", "grpo lora within a budget"])
+@pytest.mark.parametrize("case", ["sft", "grpo lora within a budget"])
 def test_two_processes_train_the_same_with_shared_prefixes(two, tmp_path, case):
     check(two, case, tmp_path, 2)
 
@@ -260,7 +260,13 @@ def mutated(group: Any, mutate: Any, folder: str) -> dict[str, Any]:
     return vars(difference(shared, plain))
 
 
-@pytest.mark.parametrize("mutate", [drop_gradients_of_a_part, leave_a_rank_out, reduce_only_the_last_tree])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        leave_a_rank_out,
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (drop_gradients_of_a_part, reduce_only_the_last_tree)),
+    ],
+)
 def test_the_comparison_sees_gradients_that_get_lost(two, mutate, tmp_path):
     for found in two.run(mutated, mutate, str(tmp_path), timeout=300):
         assert found["updates"] > 1e-2, found
@@ -407,9 +413,9 @@ HOOKED = {**TWO, "max_grad_norm": 0.0, "steps": 2, "train_sampling_strategy": "s
             cut_rows, {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}, id="short rows"
         ),
         *(
-            pytest.param(partial(hook_shards, kind, ranks), HOOKED, id=f"{kind} on ranks {ranks}")
+            pytest.param(partial(hook_shards, kind, ranks), HOOKED, id=f"{kind} on ranks {ranks}", marks=marks)
             for kind in ("register_hook", "register_post_accumulate_grad_hook")
-            for ranks in ((0,), (0, 1))
+            for ranks, marks in (((0,), ()), ((0, 1), pytest.mark.slow))
         ),
         pytest.param(
             partial(give_token_types, False), {**TWO, "steps": 1, "evaluate": True}, id="evaluates token types"
