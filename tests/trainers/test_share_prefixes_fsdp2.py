@@ -306,6 +306,20 @@ def test_ranks_with_other_settings_stop_with_one_message(two, name, values, tmp_
     assert f"the ranks differ in {name}: rank 0 has {values[0]}, rank 1 {values[1]}" in said[0]
 
 
+def other_versions(group: Any, folder: str, package: str) -> str:
+    """What a rank says when another one has another version of a package."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+            patch.setattr(f"{package}.__version__", "9.9")
+        return other_settings(group, folder, {})
+
+
+@pytest.mark.parametrize("package", ["transformers", "trl"])
+def test_ranks_with_other_versions_stop_with_one_message(two, package, tmp_path):
+    said = two.run(other_versions, str(tmp_path), package, timeout=60)
+    assert said[0] == said[1] and f"the ranks differ in {package}: rank 0 has" in said[0] and "rank 1 '9.9'" in said[0]
+
+
 def leaves_modules_out(group: Any, folder: str) -> str:
     """The error for a trained module that accelerate leaves out of FSDP2."""
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -403,6 +417,34 @@ def give_token_types(training: bool, trainer: Any) -> Any:
     return trainer
 
 
+def with_loss(change: Any, trainer: Any) -> Any:
+    """On rank 1 the trainer computes its loss in another way."""
+
+    class Own(type(trainer)):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            if dist.get_rank() == 1:
+                return change(super().compute_loss, model, inputs, return_outputs, **kwargs)
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    trainer.__class__ = Own
+    return trainer
+
+
+def from_output(training: bool, plain: Any, model: Any, inputs: Any, outputs: bool, **kwargs: Any) -> Any:
+    """The loss from the model's logits, while it trains or while it evaluates."""
+    if model.training != training:
+        return plain(model, inputs, outputs, **kwargs)
+    labels = inputs.pop("labels")
+    output = model(**inputs)
+    loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return (loss, output) if outputs else loss
+
+
+def from_token_logprobs(plain: Any, model: Any, inputs: Any, outputs: bool, **kwargs: Any) -> Any:
+    """The loss from log-probabilities of tokens."""
+    return -tt.token_logprobs(model, inputs).mean()
+
+
 HOOKED = {**TWO, "max_grad_norm": 0.0, "steps": 2, "train_sampling_strategy": "sequential"}
 
 
@@ -419,6 +461,11 @@ HOOKED = {**TWO, "max_grad_norm": 0.0, "steps": 2, "train_sampling_strategy": "s
         ),
         pytest.param(
             partial(give_token_types, False), {**TWO, "steps": 1, "evaluate": True}, id="evaluates token types"
+        ),
+        pytest.param(
+            partial(with_loss, partial(from_output, False)),
+            {**TWO, "steps": 1, "evaluate": True},
+            id="evaluates logits",
         ),
     ],
 )
@@ -441,6 +488,32 @@ def trains_token_types(group: Any, folder: str) -> str:
 def test_inputs_that_trees_do_not_know_stop_the_training_of_all_ranks(two, tmp_path):
     for said in two.run(trains_token_types, str(tmp_path), timeout=60):
         assert "token_type_ids" in said
+
+
+def asks_differently(group: Any, folder: str, change: Any) -> str:
+    """The error of each rank when they do not ask their model for the same."""
+    build = BUILDERS["plain"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BUILDERS, "plain", lambda *a, **k: with_loss(change, build(*a, **k)))
+        with pytest.raises(tt.RanksDisagree) as caught:
+            run(group, "plain", folder, True, steps=1, **TWO)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "theirs"),
+    [
+        (partial(from_output, True), "an output without labels"),
+        (from_token_logprobs, "tt.token_logprobs"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_stop_with_one_message(two, tmp_path, change, theirs):
+    said = two.run(asks_differently, str(tmp_path), change, timeout=60)
+    assert said[0] == said[1]
+    wanted = (
+        f"the ranks differ in what the loss asks the model for: rank 0 has 'the scores of labels', rank 1 {theirs!r}"
+    )
+    assert wanted in said[0]
 
 
 def dies(group: Any, folder: str) -> str:

@@ -24,8 +24,8 @@ from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from treetrain import __version__
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.ranks import Ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
@@ -57,6 +57,10 @@ FUSED_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 _FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
 OUTPUT_KIND_OF_TRAINER: dict[str, OutputKind] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
 """What each TRL trainer reads of its model's output, by class name."""
+SCORES, OUTPUT, LATER = "the scores of labels", "its output", "an output without labels"
+"""What a call may ask a model for: scores, which trees answer; what its own forward returns; or, in a loss of the
+user's own, an output that may still be asked for log-probabilities (`TreeOutput`)."""
+ASKED = "what the loss asks the model for"
 PROCESSES = {
     "NO": "processes.Processes",
     "MULTI_CPU": "processes.Processes",
@@ -305,8 +309,7 @@ class PrefixSharing:
                 self.processes.check_prepared(model)
                 sharing.ranks.same(
                     {
-                        "treetrain": __version__,
-                        "torch": torch.__version__,
+                        **self._versions(),
                         "the trainer": type(self.trainer).__name__,
                         "check": self.check,
                         "the temperature and outputs of the trainer's scores": self._head,
@@ -315,6 +318,13 @@ class PrefixSharing:
                     }
                 )
             self.steps.ranks, self.steps.all_ranks, self._compared = sharing.passes_with, sharing.ranks, True
+
+    def _versions(self) -> dict[str, str]:
+        """The versions of the packages that a step runs through."""
+        used = {kind.__module__.partition(".")[0] for kind in (*type(self.trainer).__mro__, *type(self.model).__mro__)}
+        used |= {"deepspeed"} if self.trainer.is_deepspeed_enabled else set()
+        packages = ("treetrain", "torch", "transformers", "accelerate", *sorted(used & {"trl", "peft", "deepspeed"}))
+        return {name: importlib.import_module(name).__version__ for name in packages}
 
     def settle(self, *, everything: bool = True, last: bool | None = None) -> None:
         """Run gradients that wait through their trees.
@@ -370,11 +380,10 @@ class PrefixSharing:
         if self.in_loss and self.output_kind == "loss" and args:
             names = list(inspect.signature(type(model).forward).parameters)[1:]
             args, kwargs = (), dict(zip(names, args)) | kwargs
-        if self._asks_later(kwargs):
-            return TreeOutput(forward, kwargs)
-        if not self._answers(args, kwargs):
-            if self.in_loss and gradients and not args and RUN_KEYWORD not in kwargs:
-                self.gains.add_call(kwargs)
+        if RUN_KEYWORD in kwargs:
+            return plain(*args, **kwargs)
+        asks = self._asks_for(args, kwargs)
+        if asks == OUTPUT and not self.in_loss:
             return plain(*args, **kwargs)
         unknown = sorted(
             key
@@ -382,15 +391,17 @@ class PrefixSharing:
             if key not in KNOWN_ARGUMENTS and value is not None and not (key in TOKEN_TYPES and not value.any())
         )
         training = gradients and any(p.requires_grad for p in model.parameters())
-        ranks = self._engine(self.wrapped if training and model is self.model else model, head).sharing.passes_with
+        ranks = self._ranks_of(model, head, training)
         with ranks.together("the model's call"):
-            # Ranks that run every pass together all take the plain forward, or none of them.
-            if not gradients and any(ranks.exchange(bool(unknown))):
-                rows = None
-            else:
+            asks = _agreed(ranks, asks, odd=bool(unknown))
+            if asks == SCORES:
                 check_inputs(unknown)
                 rows = self._rows_of(kwargs)
-        if rows is None:
+        if asks == LATER:
+            return TreeOutput(forward, kwargs)
+        if asks == OUTPUT:
+            if self.in_loss and gradients and not args:
+                self.gains.add_call(kwargs)
             return plain(*args, **kwargs)
         with self.processes.autocast():
             if training and self.check:
@@ -404,8 +415,11 @@ class PrefixSharing:
     ) -> tuple[Tensor, Tensor | None]:
         """What `treetrain.token_logprobs` returns for a batch, from a tree."""
         model, head = forward.module, FusedHead(temperature, ("log_probs", "entropy") if entropy else ("log_probs",))
-        rows = rows_of(inputs)
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        ranks = self._ranks_of(model, head, training)
+        with ranks.together("the model's call"):
+            _agreed(ranks, "tt.token_logprobs")
+            rows = rows_of(inputs)
         with self.processes.autocast(), self._balanced(model, {}, allowed=False):
             if training and self.check:
                 self._check_first_step(forward, head, rows, inputs, "tokens")
@@ -416,26 +430,28 @@ class PrefixSharing:
         entropies = None if scored.entropies is None else rows.batch(scored.entropies[own])
         return logprobs, None if entropies is None else self.steps.kept_by(scores, entropies)
 
-    def _asks_later(self, kwargs: dict) -> bool:
-        """Whether a call is that of a loss of the user's own, which may still ask its output for log-probabilities."""
-        if not (self.in_loss and self.output_kind == "loss") or kwargs.get("labels") is not None:
-            return False
-        wanted = torch.is_grad_enabled() or callable(self.trainer.compute_loss_func)
-        return wanted and self._is_forward_over_rows(kwargs)
+    def _ranks_of(self, model: nn.Module, head: FusedHead, training: bool) -> Ranks:
+        """The processes that run every pass of this model together with this one."""
+        return self._engine(self.wrapped if training and model is self.model else model, head).sharing.passes_with
+
+    def _asks_for(self, args: tuple, kwargs: dict) -> str:
+        """What a call asks the model for: `SCORES`, from a tree; its `OUTPUT`; or `LATER`."""
+        if not self._is_forward_over_rows(kwargs):
+            return OUTPUT
+        labels = kwargs.get("labels") is not None
+        if self.in_loss and self.output_kind == "loss" and not labels:
+            wanted = torch.is_grad_enabled() or callable(self.trainer.compute_loss_func)
+            return LATER if wanted else OUTPUT
+        if args:
+            return OUTPUT
+        if self.output_kind == "fused":
+            return SCORES if kwargs.get("fused_lm_head") else OUTPUT
+        return SCORES if self.in_loss and (self.output_kind == "rewards" or labels) else OUTPUT
 
     def _is_forward_over_rows(self, kwargs: dict) -> bool:
-        """Whether a call neither generates, nor wants logits for an evaluation, nor is one that a tree makes itself."""
+        """Whether a call neither generates nor wants logits for an evaluation."""
         rows = kwargs.get("input_ids") is not None and kwargs.get("past_key_values") is None
-        return rows and not self.wants_logits and RUN_KEYWORD not in kwargs
-
-    def _answers(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a call is answered from a tree: it asks for the trainer's scores and does not generate."""
-        if args or not self._is_forward_over_rows(kwargs):
-            return False
-        if self.output_kind == "fused":
-            return bool(kwargs.get("fused_lm_head"))
-        wanted = self.output_kind == "rewards" or kwargs.get("labels") is not None
-        return self.in_loss and wanted
+        return rows and not self.wants_logits
 
     def _check_first_step(
         self, forward: "TreeForward", head: FusedHead, rows: Rows, kwargs: dict, kind: OutputKind
@@ -693,6 +709,23 @@ class TreeOutput:
 
     def __contains__(self, key: Any) -> bool:
         return key == "loss" and self.loss is not None
+
+
+def _agreed(ranks: Ranks, asks: str, *, odd: bool = False) -> str:
+    """What this call asks the model for, as ranks that run every pass together ask for the same.
+
+    Args:
+        odd: it has inputs that trees do not know.
+
+    Raises:
+        RanksDisagree: on all of these ranks; they ask for different things.
+    """
+    each, any_odd = zip(*ranks.exchange((asks, odd)))
+    if not torch.is_grad_enabled() and {*each} <= {SCORES, OUTPUT} and (OUTPUT in each or any(any_odd)):
+        return OUTPUT  # the plain forward gives scores too, and no gradient is at stake
+    if len({*each}) > 1:
+        ranks.same({ASKED: asks})
+    return asks
 
 
 def _same(forward: Any) -> Any:
