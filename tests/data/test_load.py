@@ -8,7 +8,7 @@ import pytest
 
 from treetrain.data.advantages import group_advantages
 from treetrain.data.chat import chat_template_text
-from treetrain.data.load import load
+from treetrain.data.load import from_messages, load
 from treetrain.errors import DataError
 
 TALK = {
@@ -77,6 +77,12 @@ def test_options_without_effect_on_token_rows_are_noted(write_rows):
 def test_bad_input_is_refused_with_file_and_line(write_rows, rows, options, message):
     with pytest.raises(DataError, match=message):
         load(write_rows(*rows), **options)
+
+
+def test_rows_of_a_generator_are_all_read_and_the_guessed_format_is_said():
+    found = from_messages(iter([{"nodes": [{"tokens": [1, 2, n]}]} for n in range(3)]))
+    assert [row.ids.tolist() for row in found.trajectories] == [[1, 2, n] for n in range(3)]
+    assert found.notes[0].startswith("read as nodes")
 
 
 def test_ids_and_rows_exactly_at_the_models_limits_are_read(write_rows):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import entry_points
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect, nearest, quoted, shortened
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Records = Iterable[tuple[str, Record | DataError]]
+Records = Iterator[tuple[str, Record | DataError]]
 OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
 PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", "first_id", "last_id", "links"}
@@ -119,15 +119,9 @@ def load(
     settings = ReadSettings(
         tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
     )
-    kind, why = detect_format(paths[0], format, map)
-    wants = getattr(collect, "wants", None)
-    reading = _Reading(
-        *(kind, settings, map or {}, on_error, where or {}, count, limit), vocab_size, max_positions, wants
-    )
-    records = (found for path in paths for found in _records(read_records(path, reading.notes), reading.notes))
-    if why:
-        reading.notes.add(why, None)
-    return reading.finished(collect(reading.rows(records)))
+    reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
+    found = (found for path in paths for found in read_records(path, reading.notes))
+    return reading.finished(collect(reading.rows(found, getattr(collect, "wants", None))))
 
 
 def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
@@ -175,12 +169,8 @@ def from_messages(
             bad = DataError(f"the row is {quoted(row)}, expected a list of messages or an object")
             yield f"row {number}", record if isinstance(record, Mapping) else bad
 
-    first = next(iter(_records(records(), Notes())), None)
-    if first is None:
-        raise DataError("no rows were given: row 0 is missing, or a page without records")
-    kind, _ = _detect(*first, format, map)
-    reading = _Reading(kind, settings, map or {}, on_error, where or {}, count)
-    return reading.finished(list(reading.rows(_records(records(), reading.notes))))
+    reading = _Reading(settings, map or {}, on_error, where or {}, count, format)
+    return reading.finished(list(reading.rows(records())))
 
 
 def detect_format(
@@ -192,12 +182,8 @@ def detect_format(
         DataError: the file cannot be read, or its first record is of no known format.
         ValueError: there is no format of this name.
     """
-    if format != "auto":
-        return _named(format), ""
-    first = next(iter(_records(read_records(path), Notes())), None)
-    if first is None:
-        raise DataError(f"{path}: no record holds messages or token ids")
-    return _detect(*first, format, map)
+    first = next(_records(read_records(path), Notes()), None) if format == "auto" else None
+    return _detect(first, format, map)
 
 
 def _records(found: Records, notes: Notes) -> Records:
@@ -226,9 +212,14 @@ def _named(name: str) -> Format:
     return Format(name, "", lambda record, notes: reader(record))
 
 
-def _detect(place: str, record: Record | DataError, format: str, map: Mapping[str, str] | None) -> tuple[Format, str]:
+def _detect(
+    first: tuple[str, Record | DataError] | None, format: str, map: Mapping[str, str] | None
+) -> tuple[Format, str]:
     if format != "auto":
         return _named(format), ""
+    if first is None:
+        raise DataError("no record holds messages or token ids")
+    place, record = first
     if isinstance(record, DataError):
         raise DataError(f"{place}: {record}; the format is detected from this record: name it (format, --format)")
     record = _mapped(record, map or {}, Notes())
@@ -287,16 +278,15 @@ def _mapped(record: Record, map: Mapping[str, str], notes: Notes) -> Record:
 class _Reading:
     """One pass over records."""
 
-    kind: Format
     settings: ReadSettings
     map: Mapping[str, str]
     on_error: str
     where: Mapping[str, str]
     count: Count
+    format: str
     limit: int | None = None
     vocab_size: int | None = None
     max_positions: int | None = None
-    wants: Callable[[Hashable, Hashable], bool] | None = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     skipped: list[str] = dataclasses.field(default_factory=list)
     records: int = 0
@@ -327,10 +317,15 @@ class _Reading:
         skipped = tuple(self.skipped)
         return LoadedFile(trajectories=rows, notes=self.notes.lines(), format=self.kind.name, skipped=skipped)
 
-    def rows(self, records: Records) -> Iterator[Trajectory]:
-        """The trajectories of all records, in order."""
-        notes = self.notes
-        records = iter(_sessions(records, self.kind.session) if self.kind.session else records)
+    def rows(self, found: Records, wants: Callable[[Hashable, Hashable], bool] | None = None) -> Iterator[Trajectory]:
+        """The trajectories of all records, in order; see `load` for `wants`."""
+        notes, records = self.notes, _records(found, self.notes)
+        first = next(records, None)
+        self.kind, why = _detect(first, self.format, self.map)
+        if why:
+            notes.add(why, None)
+        self.wants, records = wants, chain([first] if first else [], records)
+        records = _sessions(records, self.kind.session) if self.kind.session else records
         yield from self._made(islice(records, None if self.limit is None else max(self.limit, 0)))
         if self.records == self.limit and next(records, None) is not None:
             notes.add(f"only the first {self.limit} records are read; there are more", None)

@@ -205,21 +205,14 @@ def _message(entry: Any) -> Any:
         raise DataError(f"a message is {quoted(message)}, expected an object with a role and content")
     if message is entry and not isinstance(message.get("content"), str) and "contents" not in message:
         return message
+    parts = [look_up(one, "message_content") or one for one in objects(message, "contents")]
+    calls = [look_up(one, "tool_call") or one for one in objects(message, "tool_calls")]
+    inside = [call for part in parts if (call := look_up(part, "tool_call")) is not None]
+    known = [call.get("id") for call in calls]
+    calls += [call for call in inside if look_up(call, "id") not in known]
     made: dict[str, Any] = {name: message[name] for name in message if name not in ("contents", "tool_calls")}
-    made["content"] = messages_in(message.get("content"))  # OpenLLMetry writes parts as JSON
-    calls = [look_up(call, "tool_call") or call for call in objects(message, "tool_calls")]
-    parts: list[Any] = []
-    for entry in objects(message, "contents"):
-        part = look_up(entry, "message_content") or entry
-        call = look_up(entry, "tool_call")
-        if call is not None:
-            calls = [one for one in calls if one.get("id") != look_up(call, "id")] + [call]
-        elif part.get("type") == "image":
-            parts.append({"type": "image", "image": part.get("image")})
-        else:
-            parts.append({"type": part.get("type"), "text": part.get("text")})
-    if parts:
-        made["content"] = parts
+    # OpenLLMetry writes parts as JSON.
+    made["content"] = [one for one in parts if "tool_call" not in one] or messages_in(message.get("content"))
     return made | ({"tool_calls": calls} if calls else {})
 
 
