@@ -1,19 +1,16 @@
 """SkyRL's own policy worker, batches and losses, against the same with `TreePolicyWorker`, on CPUs with gloo."""
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+
+from support.framework_runs import PROMPTS, RESPONSES, on_fresh_ranks, saved_model
 
 pytest.importorskip("skyrl", reason="skyrl is not installed; it needs an environment of its own: make test-skyrl")
 
-PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 11], [12], [5, 6, 7, 8, 9, 10]]
-RESPONSES = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 13, 14, 15], [16, 17], [18, 19, 20], [1, 2]]
-"""Duplicates, a row that is a prefix of others, forks in prompts, in responses and at the first token."""
 PLACE = slice(None), slice(None, None, -1)
 """The rows of each rank: SkyRL gives all ranks as many."""
 
@@ -144,22 +141,9 @@ def compare(rank: int, world: int, port: int, folder: str, loss: str | None, cha
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model as SkyRL loads it."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,  # SkyRL fills micro-batches with ids below 100
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
     path = str(tmp_path_factory.mktemp("skyrl") / "model")
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+    # SkyRL fills micro-batches with ids below 100.
+    return saved_model(path, vocab_size=128, tie_word_embeddings=True)
 
 
 @pytest.fixture(autouse=True)
@@ -191,12 +175,7 @@ KL_AND_ENTROPY = {
 def test_log_probabilities_losses_metrics_and_gradients_are_skyrls(
     folder: str, world: int, loss: str | None, changes: dict
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(compare, (world, port, folder, loss, changes, queue), nprocs=world)
-    of_ranks = [queue.get() for _ in range(world)]
+    of_ranks = on_fresh_ranks(compare, world, folder, loss, changes)
     found = {name: max(told[name] for told in of_ranks) for name in of_ranks[0]}
     assert {"forward", "gradients 2", "gradient norm 2"} <= set(found)
     wrong = {name: value for name, value in found.items() if not value <= 2e-5}

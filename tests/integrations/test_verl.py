@@ -4,7 +4,6 @@ import functools
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+
+from support.framework_runs import PROMPTS, RESPONSES, on_fresh_ranks, saved_model
 
 pytest.importorskip("verl", reason="verl is not installed; it needs an environment of its own: make test-verl")
 
-PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 11], [12], [5, 6, 7, 8, 9, 10]]
-RESPONSES = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 13, 14, 15], [16, 17], [18, 19, 20], [1, 2]]
-"""Duplicates, a row that is a prefix of others, forks in prompts, in responses and at the first token."""
 LAYERS, CHOSEN = 3, 2
 """Layers of the model with experts, the second of which has none; experts that each token chooses, out of six."""
 LOSSES = {
@@ -262,58 +259,15 @@ def compare(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model as verl loads it."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=False,
-    )
-    path = str(tmp_path_factory.mktemp("verl") / "model")
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+    return saved_model(str(tmp_path_factory.mktemp("verl") / "model"))
 
 
 @pytest.fixture(scope="module")
 def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model with experts in two of its three layers."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=LAYERS,
-        mlp_only_layers=[1],
-        num_experts=6,
-        num_experts_per_tok=CHOSEN,
-        norm_topk_prob=True,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=False,
-    )
+    experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
     path = str(tmp_path_factory.mktemp("verl") / "moe")
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    return path
-
-
-def on_ranks(function: Any, world: int, *args: Any) -> list[dict[str, Any]]:
-    """Run a function on every rank and return what each puts into a queue."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(function, (world, port, *args, queue), nprocs=world)
-    return [queue.get() for _ in range(world)]
+    return saved_model(path, "Qwen3Moe", num_hidden_layers=LAYERS, mlp_only_layers=[1], **experts)
 
 
 def largest(of_ranks: list[dict[str, float]]) -> dict[str, float]:
@@ -355,7 +309,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_log_probabilities_losses_metrics_weights_and_gradients_are_verls(
     folder: str, world: int, loss: str, settings: dict, options: dict
 ) -> None:
-    of_ranks = on_ranks(compare, world, folder, loss, settings, options)
+    of_ranks = on_fresh_ranks(compare, world, folder, loss, settings, options)
     found = largest(of_ranks)
     assert {"log_probs", "gradients", "loss 2"} <= set(found)
     wrong = {name: value for name, value in found.items() if not value <= 2e-5}
@@ -371,7 +325,7 @@ def test_recorded_experts_replace_the_choices_of_routers(
     moe_folder: str, world: int, loss: str, settings: dict, shared: int
 ) -> None:
     options = {"replay": True, "shared": shared}
-    of_ranks = on_ranks(compare, world, moe_folder, loss, settings | {"experts": True}, options)
+    of_ranks = on_fresh_ranks(compare, world, moe_folder, loss, settings | {"experts": True}, options)
     found = largest(of_ranks)
     wrong = {name: value for name, value in found.items() if not value <= 2e-5}
     assert not wrong, found
@@ -416,7 +370,7 @@ def steps_of_one(rank: int, world: int, port: int, folder: str, queue: Any) -> N
 
 
 def test_bfloat16_errs_no_more_than_in_verls_engine(folder: str) -> None:
-    (errors,) = on_ranks(bfloat16_errors, 1, folder)
+    (errors,) = on_fresh_ranks(bfloat16_errors, 1, folder)
     for name, (own, tree) in errors.items():
         assert 0 < tree <= 1.5 * own, (name, errors)
 
@@ -431,7 +385,7 @@ def test_verls_ray_workers_give_the_numbers_of_verls_engine_in_one_process(
 
     from support.verl_cpu import ray_workers
 
-    (plain,) = on_ranks(steps_of_one, 1, folder)
+    (plain,) = on_fresh_ranks(steps_of_one, 1, folder)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     names = "model_config", "engine_config", "optimizer_config", "checkpoint_config"

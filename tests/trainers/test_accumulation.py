@@ -11,7 +11,7 @@ from torch import nn
 
 from treetrain.engine.deferred import Deferral
 from treetrain.trainers.batches import model_inputs
-from treetrain.trainers.step_scores import StepScores
+from treetrain.trainers.step_scores import Arrivals, StepScores, next_of
 
 
 class Rows(NamedTuple):
@@ -290,3 +290,28 @@ def test_a_backward_that_fails_half_way_leaves_nothing(scores):
     assert tree.logprobs[1].grad is None and not steps.waiting
     train(steps, scores, SECOND, last=True)
     assert scores.log == [0] and scores.weight.grad == predictions(SECOND)
+
+
+NOTHING = Arrivals(arrived=False, waiting=False, set_anew=False, ended=False)
+SOME = NOTHING._replace(arrived=True, waiting=True)
+OUTCOMES = {
+    "gradients wait and more are expected": ([SOME], "wait"),
+    "the last ones have come": ([SOME._replace(ended=True)], "backward"),
+    "another rank expects more": ([SOME._replace(ended=True), SOME], "wait"),
+    "some parameters' gradients are new": ([SOME, SOME._replace(set_anew=True)], "backward"),
+    "one rank's loss has no gradient": ([SOME._replace(ended=True), NOTHING._replace(ended=True)], "backward"),
+    "zero_grad has dropped all": ([NOTHING._replace(arrived=True)], "drop"),
+    "no rank's loss has a gradient": ([NOTHING._replace(ended=True)] * 2, "drop"),
+    "none have come yet": ([NOTHING], "wait"),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_all_ranks_do_the_same_with_a_tree(name):
+    ranks, outcome = OUTCOMES[name]
+    assert next_of(ranks, expected=False) == outcome
+
+
+def test_scores_without_gradients_are_kept_while_these_are_expected():
+    assert next_of([NOTHING._replace(ended=True)], expected=True) == "wait"
+    assert next_of([NOTHING._replace(arrived=True, ended=True)], expected=True) == "drop"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import trainer_runs as runs
 from torch import nn
-from trainer_runs import BUILDERS, adapter, difference, train
+from trainer_runs import BUILDERS, adapter, difference, make_scores_wrong, train
 from transformers import Trainer, TrainingArguments
 
 import treetrain as tt
@@ -33,6 +33,12 @@ def shard_by_fsdp1(trainer, patch):
     patch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
 
 
+def call_modules_otherwise(trainer, patch):
+    patch.setattr(type(trainer.accelerator), "distributed_type", SimpleNamespace(value="FSDP"))
+    patch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2)))
+    patch.setattr(torch.nn.Module, "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs))
+
+
 def derive_from_an_unknown_trainer(trainer, patch):
     trainer.__class__ = type("GKDTrainer", (type(trainer),), {"__module__": "trl.experimental.gkd"})
 
@@ -54,6 +60,7 @@ SETTINGS = {
         *((name, partial(set_on, name=key, value=value), f"{key}={value}") for key, (name, value) in SETTINGS.items()),
         ("plain", distribute_by_megatron, "distributed_type=MEGATRON_LM"),
         ("plain", shard_by_fsdp1, "set fsdp_version: 2"),
+        ("plain", call_modules_otherwise, "does not call the _call_impl of a module"),
         ("sft", derive_from_an_unknown_trainer, "GKDTrainer"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -183,15 +190,7 @@ def test_the_comparison_of_trainers_sees_a_mutated_adapter(mutation, tmp_path, m
 
 
 def test_a_model_that_gives_a_tree_something_else_stops_the_first_step(tmp_path, monkeypatch):
-    score = tt.TreeEngine.score
-
-    def wrong(self, *args, **kwargs):
-        scored = score(self, *args, **kwargs)
-        for row in scored.logprobs:
-            row.data *= 1.01
-        return scored
-
-    monkeypatch.setattr(tt.TreeEngine, "score", wrong)
+    make_scores_wrong(monkeypatch)
     with pytest.raises(RuntimeError, match=r"differ by 1\.0e-02.*check=False"):
         train(BUILDERS["sft"], tmp_path, shared=True, steps=1)
     trainer = BUILDERS["sft"](settings(tmp_path, max_steps=1, save_strategy="no"), torch.float32, tmp_path)

@@ -354,15 +354,7 @@ def test_whatever_else_is_read_of_the_output_is_refused(name, tmp_path):
 
 
 def test_a_wrong_tree_stops_the_first_step_of_a_loss_of_ones_own(tmp_path, monkeypatch):
-    score = tt.TreeEngine.score
-
-    def wrong(self, *args, **kwargs):
-        scored = score(self, *args, **kwargs)
-        for row in scored.logprobs:
-            row.data *= 1.01
-        return scored
-
-    monkeypatch.setattr(tt.TreeEngine, "score", wrong)
+    runs.make_scores_wrong(monkeypatch)
     with pytest.raises(RuntimeError, match=r"differ by 1\.0e-02.*check=False"):
         run("plain", takes_logprobs, tmp_path, monkeypatch, shared=True, steps=1)
     with pytest.raises(RuntimeError, match=r"differ by 1\.0e-02.*check=False"):

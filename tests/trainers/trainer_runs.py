@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import trl.trainer.utils
@@ -243,6 +244,19 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
             return weight.detach().clone()
     weight = weight.detach()
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def make_scores_wrong(patch: pytest.MonkeyPatch) -> None:
+    """Scores of a tree are those of another model, by 1 percent."""
+    score = tt.TreeEngine.score
+
+    def wrong(self: tt.TreeEngine, *args: Any, **kwargs: Any) -> tt.Scored:
+        scored = score(self, *args, **kwargs)
+        for row in scored.logprobs:
+            row.data *= 1.01
+        return scored
+
+    patch.setattr(tt.TreeEngine, "score", wrong)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
-from treetrain.planning.scored_first import FINER, MOST_PARTS, keeping_most
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
@@ -187,6 +186,8 @@ class EngineModel:
         tokens, cost = self.budget if isinstance(self.budget, int) else None, self.cost
         if whole.peak_tokens <= tokens if tokens is not None else self.has_room(whole):
             return whole
+        from treetrain.planning.scored_first import FINER, MOST_PARTS, keeping_most
+
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
         found = [keeping_most(plan, cost, tokens=tokens, room=room)]
         if cost is not None:

@@ -297,12 +297,6 @@ class HeadCall(NamedTuple):
     """The version of the carrier when it was returned."""
 
 
-def _is_alias(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, or the same numbers in the same memory, as hooks that hand an output on leave it."""
-    kinds = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (one, other)]
-    return one is other or kinds[0] == kinds[1]
-
-
 @contextmanager
 def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest) -> Iterator[list[HeadCall]]:
     """Inside the block, replace the head's forward by one that scores edges; yields the list of its calls.
@@ -368,10 +362,15 @@ def check_head(model: nn.Module, capabilities: Capabilities, calls: list[HeadCal
             if logits.shape == (1, 1) and bool((carrier == logits).any()):
                 return
         elif carrier.is_inference() or carrier._version == calls[0].version:  # else scores may have changed in place
-            with torch.no_grad():
-                expected = carrier if logit_map is IDENTITY else logit_map(carrier)
-            same = _is_alias(logits, carrier) if logit_map is IDENTITY else torch.equal(logits, expected)
-            if same and logits.dtype == expected.dtype:
+            if logit_map is IDENTITY:
+                # Hooks that hand an output on may leave another tensor over the same memory.
+                seen, made = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (logits, carrier))
+                same = logits is carrier or seen == made
+            else:
+                with torch.no_grad():
+                    expected = logit_map(carrier)
+                same = torch.equal(logits, expected) and logits.dtype == expected.dtype
+            if same:
                 return
     declared = "at a row's last token" if pooled else str(logit_map)
     raise UnsupportedModel(
@@ -637,7 +636,8 @@ class _LinearHead:
         wide = torch.promote_types(compute, torch.float32)
         self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
         self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
-        self._type = self_checked(chunk_type(compute, rows.device, bias, settings.scaling), compute, rows.device)
+        kind = chunk_type(compute, rows.device, bias, settings.scaling)
+        self._type = kind if kind is PlainChunk else self_checked(kind, compute, rows.device)
         vocabulary = settings.request.vocabulary  # ranks exchange numbers at every chunk: all have the same chunks
         self.vocab_size = len(weight) if vocabulary is None else vocabulary.width
         self._buffered = buffers is not None

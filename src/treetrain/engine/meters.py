@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -171,22 +172,14 @@ class CountedPaths(Paths):
     tally: Counter[Any]
 
     def convolve(
-        self, layer: Any, inputs: Float[Tensor, "N C"], weight: Float[Tensor, "C taps"]
+        self, layer: Hashable, inputs: Float[Tensor, "N C"], weight: Float[Tensor, "C taps"]
     ) -> Float[Tensor, "N C"]:
         b = inputs.element_size()
         self.tally["state"] += (weight.shape[1] - 1) * inputs.shape[1] * (b + max(WIDE, b))
         return super().convolve(layer, inputs, weight)
 
-    def recur(
-        self,
-        layer: Any,
-        rule: Rule,
-        query: Float[Tensor, "N J K"],
-        key: Float[Tensor, "N J K"],
-        value: Float[Tensor, "N H V"],
-        decay: Float[Tensor, "N H"],
-        *others: Float[Tensor, "N H"],
-    ) -> Float[Tensor, "N H V"]:
+    def recur(self, layer: Hashable, rule: Rule, *given: Float[Tensor, "N ..."]) -> Float[Tensor, "N H V"]:
+        _, key, value, *_ = given
         state = value.shape[1] * key.shape[2] * value.shape[2]
         self.tally["state"] += state * 2 * max(WIDE, value.element_size())
-        return super().recur(layer, rule, query, key, value, decay, *others)
+        return super().recur(layer, rule, *given)

@@ -58,7 +58,8 @@ def gated_delta(
         query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
         made = [_tile(query, key, value, decay, beta, tiles) for tiles in forest.classes]
         before = value.new_zeros(value.shape[1], key.shape[2], value.shape[2]) if state is None else state.to(wide)
-        states = _states(made, forest, before)
+        maps = [(x.exit_out, x.exit_of_state) for x in made]
+        states = forest.states_at_exits(before, maps, _product_plus)
         outs = []
         for tiles, linear in zip(forest.classes, made):
             out = _product_plus(linear.out, linear.of_state, states.index_select(0, tiles.entry))
@@ -100,22 +101,6 @@ def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
     exit_out, taken = ((k * left).transpose(-1, -2) @ stored).split([v.shape[-1], k.shape[-1]], -1)
     kept = until.exp().type_as(v)[..., None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     return _Linear(out, of_state, exit_out, kept - taken)
-
-
-def _states(made: list[_Linear], forest: Tiles, before: Float[Tensor, "H K V"]) -> Float[Tensor, "_ H K V"]:
-    """Compute the states at the exits, level by level; the state before the roots stands first."""
-    found = [before[None]]
-    if not len(forest.exit_order):
-        return found[0]
-    exit_out = torch.cat([x.exit_out for x in made if x.exit_out is not None]).index_select(0, forest.exit_order)
-    exit_of_state = torch.cat([x.exit_of_state for x in made if x.exit_of_state is not None])
-    exit_of_state = exit_of_state.index_select(0, forest.exit_order)
-    for number, (out, of_state, entry) in enumerate(
-        zip(*(x.split(forest.counts) for x in (exit_out, exit_of_state, forest.exit_entry)))
-    ):
-        above = found[-1] if forest.straight[number] else found[-1].index_select(0, entry)
-        found.append(_product_plus(out, of_state, above))
-    return torch.cat(found)
 
 
 def _unit(x: Tensor) -> Tensor:

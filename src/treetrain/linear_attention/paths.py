@@ -314,46 +314,15 @@ class Paths:
             return out
         return self._states.export((layer, "inputs"), out, extended[taps.tails])
 
-    def gated_delta(
-        self,
-        layer: Hashable,
-        query: Float[Tensor, "N J K"],
-        key: Float[Tensor, "N J K"],
-        value: Float[Tensor, "N H V"],
-        decay: Float[Tensor, "N H"],
-        beta: Float[Tensor, "N H"],
-    ) -> Float[Tensor, "N H V"]:
-        """The gated delta rule along every path; see `delta_rule.gated_delta`."""
-        return self.recur(layer, GATED_DELTA, query, key, value, decay, beta)
-
-    def state_space(
-        self,
-        layer: Hashable,
-        query: Float[Tensor, "N J K"],
-        key: Float[Tensor, "N J K"],
-        value: Float[Tensor, "N H V"],
-        decay: Float[Tensor, "N H"],
-    ) -> Float[Tensor, "N H V"]:
-        """The state-space dual along every path; see `state_space.state_space`."""
-        return self.recur(layer, STATE_SPACE, query, key, value, decay)
-
-    def recur(
-        self,
-        layer: Hashable,
-        rule: Rule,
-        query: Float[Tensor, "N J K"],
-        key: Float[Tensor, "N J K"],
-        value: Float[Tensor, "N H V"],
-        decay: Float[Tensor, "N H"],
-        *others: Float[Tensor, "N H"],
-    ) -> Float[Tensor, "N H V"]:
+    def recur(self, layer: Hashable, rule: Rule, *given: Float[Tensor, "N ..."]) -> Float[Tensor, "N H V"]:
         """Run a rule along every path.
 
         Args:
             layer: key of the layer's states.
-            others: what the rule takes besides.
+            given: the tensors that the rule takes: queries and keys [N, J, K], values [N, H, V], decays [N, H], and for
+                the gated delta rule beta [N, H]. See `delta_rule.gated_delta` and `state_space.state_space`.
         """
-        given, state = (query, key, value, decay, *others), None
+        query, value, state = given[0], given[2], None
         if self._states is not None and self._states.continues:
             state = self._states.enter((layer, "state"), *given[1:])
         scan = scan_for(rule.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1])

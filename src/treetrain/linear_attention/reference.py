@@ -4,6 +4,8 @@ Shape letters: N tokens, D channels, T taps; J heads of queries and keys, H head
 values.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
@@ -43,15 +45,13 @@ def reference_gated_delta(
     repeat = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(repeat, 1) for x in (query, key))
     query, key = (x / ((x * x).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
-    states: list[Tensor] = []
-    outs = []
-    for token, before in enumerate(parent.tolist()):
-        s = (state if before < 0 else states[before]) * decay[token].exp()[:, None, None]
-        held = torch.einsum("hk,hkv->hv", key[token], s)
-        s = s + torch.einsum("hk,hv->hkv", key[token], beta[token][:, None] * (value[token] - held))
-        states.append(s)
-        outs.append(torch.einsum("hk,hkv->hv", query[token], s) / key.shape[-1] ** 0.5)
-    return torch.stack(outs), torch.stack(states)
+
+    def stored(token: int, decayed: Tensor) -> Tensor:
+        held = torch.einsum("hk,hkv->hv", key[token], decayed)
+        return torch.einsum("hk,hv->hkv", key[token], beta[token][:, None] * (value[token] - held))
+
+    states = _states(decay, parent, state, stored)
+    return torch.einsum("nhk,nhkv->nhv", query, states) / key.shape[-1] ** 0.5, states
 
 
 def reference_state_space(
@@ -65,8 +65,19 @@ def reference_state_space(
     """The output of a state-space recurrence along paths, and the state after every token; arguments as above."""
     repeat = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(repeat, 1) for x in (query, key))
+    states = _states(decay, parent, state, lambda token, _: torch.einsum("hk,hv->hkv", key[token], value[token]))
+    return torch.einsum("nhk,nhkv->nhv", query, states), states
+
+
+def _states(
+    decay: Float[Tensor, "N H"],
+    parent: Int64[np.ndarray, " N"],
+    state: Float[Tensor, "H K V"],
+    stored: Callable[[int, Tensor], Tensor],
+) -> Float[Tensor, "N H K V"]:
+    """The state after every token: its parent's, decayed, and what the token stores, given the decayed state."""
     states: list[Tensor] = []
     for token, before in enumerate(parent.tolist()):
-        s = (state if before < 0 else states[before]) * decay[token].exp()[:, None, None]
-        states.append(s + torch.einsum("hk,hv->hkv", key[token], value[token]))
-    return torch.einsum("nhk,nhkv->nhv", query, torch.stack(states)), torch.stack(states)
+        decayed = (state if before < 0 else states[before]) * decay[token].exp()[:, None, None]
+        states.append(decayed + stored(token, decayed))
+    return torch.stack(states)

@@ -24,7 +24,7 @@ from treetrain.linear_attention.tiles import TileClass, Tiles, decays, spread
 
 
 class _Tile(NamedTuple):
-    """What the tiles of one class compute without the states that they start from."""
+    """Holds the sums of the tiles of one class, which do not depend on the states that the tiles start from."""
 
     out: Float[Tensor, "n H C V"]
     query: Float[Tensor, "n J C K"]
@@ -62,7 +62,8 @@ def state_space(
             before = value.new_zeros(groups, key.shape[2], per_group, value.shape[2])
         else:
             before = state.to(wide).unflatten(0, (groups, per_group)).transpose(1, 2)
-        states = _states(made, forest, before)
+        maps = [(x.exit_out, x.exit_decay) for x in made]
+        states = forest.states_at_exits(before, maps, lambda out, decay, state: torch.addcmul(out, state, decay))
         outs = []
         for tiles, tile in zip(forest.classes, made):
             read = tile.query @ states.index_select(0, tiles.entry).flatten(3)
@@ -91,19 +92,3 @@ def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, tiles: TileC
     columns = (v * left.type_as(v)).unflatten(1, (k.shape[1], -1)).transpose(2, 3)
     exit_out = (k.transpose(-1, -2) @ columns.flatten(3)).unflatten(3, columns.shape[3:])
     return _Tile(out, q, reach, exit_out, until.exp().type_as(v).view(len(until), k.shape[1], 1, -1, 1))
-
-
-def _states(made: list[_Tile], forest: Tiles, before: Float[Tensor, "J K G V"]) -> Float[Tensor, "_ J K G V"]:
-    """Compute the states at the exits, level by level; the state before the roots stands first."""
-    found = [before[None]]
-    if not len(forest.exit_order):
-        return found[0]
-    exit_out = torch.cat([x.exit_out for x in made if x.exit_out is not None]).index_select(0, forest.exit_order)
-    exit_decay = torch.cat([x.exit_decay for x in made if x.exit_decay is not None])
-    exit_decay = exit_decay.index_select(0, forest.exit_order)
-    for number, (out, kept, entry) in enumerate(
-        zip(*(x.split(forest.counts) for x in (exit_out, exit_decay, forest.exit_entry)))
-    ):
-        above = found[-1] if forest.straight[number] else found[-1].index_select(0, entry)
-        found.append(torch.addcmul(out, above, kept))
-    return torch.cat(found)

@@ -12,6 +12,7 @@ classes.
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +106,31 @@ class Tiles:
         """int64 [E]: index in the level before of the exit that each exit's tile starts from (0 in the first level)."""
         self.exported = on_device(number[exported], device)
         """int64 [x]: the number of the exit at every exported token."""
+
+    def states_at_exits(
+        self,
+        before: Float[Tensor, "..."],
+        maps: Sequence[tuple[Tensor | None, Tensor | None]],
+        advance: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Float[Tensor, "..."]:
+        """Compute the states at the exits, level by level; the state before the roots stands first.
+
+        Args:
+            before: the state before the roots; the result has a dimension of exits before its own.
+            maps: for each class, what its exits add to a state and how they carry one on; None without exits.
+            advance: (added, carried, states that the tiles start from) -> states at the exits.
+        """
+        found = [before[None]]
+        if not len(self.exit_order):
+            return found[0]
+        added, carried = (
+            torch.cat([x for x in of_classes if x is not None]).index_select(0, self.exit_order)
+            for of_classes in zip(*maps)
+        )
+        levels = zip(*(x.split(self.counts) for x in (added, carried, self.exit_entry)), self.straight)
+        for add, carry, entry, straight in levels:
+            found.append(advance(add, carry, found[-1] if straight else found[-1].index_select(0, entry)))
+        return torch.cat(found)
 
 
 def _tile_class(

@@ -568,7 +568,7 @@ _WITH_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
 class Fingerprint(NamedTuple):
-    """What the checks of a model read. Where it is equal, checking the model again would give the same answer."""
+    """Everything that the checks of a model read. While it stays equal, checking again would give the same answer."""
 
     settings: list[object]
     """The modules, their settings and adapters, and the weights' kinds, which `check_model` reads."""

@@ -84,13 +84,15 @@ def _gated_delta(
     paths: "Paths",
 ) -> Float[Tensor, "N H V"]:
     """Run convolution and rule; the result has the dtype of `mixed`."""
+    from treetrain.linear_attention.paths import GATED_DELTA
+
     sizes, weights = [layer.key_dim, layer.key_dim, layer.value_dim], [layer.A_log, layer.dt_bias]
     (query, key, value), (beta, step), (log_rate, shift) = _convolved(layer, mixed, sizes, [beta, step], weights, paths)
     wide = torch.promote_types(mixed.dtype, torch.float32)
     decay = -log_rate.to(wide).exp() * torch.nn.functional.softplus(step.to(wide) + shift)
     query, key = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (query, key))
     value = value.unflatten(-1, (-1, layer.head_v_dim))
-    out = paths.gated_delta(layer.layer_idx, query, key, value, decay, beta).to(mixed.dtype)
+    out = paths.recur(layer.layer_idx, GATED_DELTA, query, key, value, decay, beta).to(mixed.dtype)
     return out if paths.exchange is None else paths.exchange.to_tokens(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
 
 
@@ -126,6 +128,8 @@ def _convolved(
 
 def _state_space(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a Mamba-2 layer."""
+    from treetrain.linear_attention.paths import STATE_SPACE
+
     scaled = hasattr(layer, "mup_vector")  # Falcon-H1 scales what goes into the projection and what comes out of it
     projected = layer.in_proj(hidden * layer.ssm_in_multiplier if scaled else hidden)
     projected = projected * layer.mup_vector if scaled else projected
@@ -137,8 +141,9 @@ def _state_space(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     wide = torch.promote_types(dtype, torch.float32)
     step = torch.nn.functional.softplus(step.to(wide) + shift).clamp(*layer.time_step_limit)[..., None]
     value = value.unflatten(-1, (-1, layer.head_dim)).to(wide)
-    out = paths.state_space(
+    out = paths.recur(
         layer.layer_idx,
+        STATE_SPACE,
         query.unflatten(-1, (-1, layer.ssm_state_size)),
         key.unflatten(-1, (-1, layer.ssm_state_size)),
         value * step,

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,34 +70,52 @@ class Difference(NamedTuple):
     """The plain model's loss and the tree's; None if the trainer computes its own."""
 
 
+class Sample(NamedTuple):
+    """Some rows of a call, which are compared."""
+
+    call: Batch
+    """The arguments of the trainer's call."""
+    rows: Rows
+    """All rows in it."""
+    chosen: Sequence[int]
+    """The numbers of those to compare."""
+
+
+def sample_of(call: Batch, rows: Rows) -> Sample:
+    """Choose rows of a call; none if nothing is predicted in it."""
+    return Sample(call, rows, rows_to_compare(rows.ids, rows.masks, rows.spans))
+
+
 class FirstStep:
     """Compares a few rows between the model's own forward and the tree: scores, gradients, and the loss if it is used.
 
-    The gradients are those of the loss, or of a random sum of the scores. The trainer's side makes both calls of the
-    model, with `batch`, within `plain_run` and `tree_run`; then `judge` compares.
+    The gradients are those of the loss, or of a random sum of the scores. First `run_plain`, then the tree answers
+    `batch` within `tree_run`, then `judge`.
 
     Args:
         engine: for the unwrapped model, so that other ranks take no part unless they hold shards of it.
-        call: the arguments of the trainer's call.
-        rows: the rows in it.
-        chosen: the numbers of those to compare, see `rows_to_compare`.
+        plain: the plain model's forward.
+        temperature: divides the logits before the softmax, for "tokens".
         alone: compare with each row by itself, not with the batch as the trainer gives it.
     """
 
     def __init__(
         self,
         engine: TreeEngine,
-        call: Batch,
-        rows: Rows,
+        sample: Sample,
         output_kind: OutputKind,
-        chosen: Sequence[int],
+        plain: Callable[..., Any],
         *,
+        temperature: float = 1.0,
         alone: bool = False,
     ):
+        call, rows, chosen = sample
+        if output_kind == "tokens" and call.get("labels") is None:
+            call = all_labelled(call, rows)
         self.batch = small_batch(call, rows, chosen, tokens_within(engine, rows, output_kind))
         """The arguments of the tree's call."""
         self._rows = rows_of(self.batch, rewards=output_kind == "rewards")
-        self._alone = alone
+        self._plain, self._temperature, self._alone = plain, temperature, alone
         self.device = self.batch["input_ids"].device
         self._engine, self._output_kind, self._count = engine, output_kind, len(chosen)
         self._names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -106,28 +125,27 @@ class FirstStep:
         self._plain_scores: Tensor | None = None
         self._plain_loss: Tensor | None = None
 
-    @contextmanager
-    def plain_run(self, *, timed: bool = False) -> Iterator[None]:
-        """The plain model is called inside the block; a second time to measure it, after the first has warmed up."""
+    def run_plain(self, *, timed: bool = True) -> None:
+        """Run the plain model forward and backward; if `timed`, once more to measure it, as the first also warms up."""
+        with sketched(self._parameters, self._size, streamed=True) as self._plain_gradients:
+            self._run_plain()
+        if not timed:
+            return
         start = time.perf_counter()
-        if timed:
-            with gradients_as_they_come(self._parameters):
-                yield
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._seconds = time.perf_counter() - start
-        else:
-            with sketched(self._parameters, self._size, streamed=True) as self._plain_gradients:
-                yield
+        with gradients_as_they_come(self._parameters):
+            self._run_plain()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._seconds = time.perf_counter() - start
 
-    def run_plain(self, plain: Callable[..., Any]) -> None:
+    def _run_plain(self) -> None:
         """Call the plain model, on the batch or on each row by itself, and run its backward."""
         if not self._alone:
-            self.backward_of_plain(plain(**self.batch))
+            self._backward_of_plain(self._call(self.batch))
             return
         found, losses = [], []
         for k, batch in enumerate(self._batches_alone()):
-            output = plain(**batch)
+            output = self._call(batch)
             scores, share = self._scores_of(output, batch), 1.0
             if self._output_kind == "loss":
                 if batch.get("num_items_in_batch") is None:  # a mean over its own predictions
@@ -143,6 +161,13 @@ class FirstStep:
                 self._backward(objective)
         self._plain_scores = self._as_batch(found)
         self._plain_loss = torch.stack(losses).sum() if losses else None
+
+    def _call(self, batch: Batch) -> Any:
+        """The plain model's output for a batch."""
+        if self._output_kind != "tokens":
+            return self._plain(**batch)
+        logits = self._plain(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        return SimpleNamespace(log_probs=label_logprobs(logits / self._temperature, batch["labels"]))
 
     def _batches_alone(self) -> list[Batch]:
         """The call of each row by itself: without padding, its positions from 0."""
@@ -169,7 +194,7 @@ class FirstStep:
         """The scores of the rows in the shape of the batch's."""
         return torch.stack(found) if self._output_kind == "rewards" else self._rows.batch(found)
 
-    def backward_of_plain(self, output: Any) -> None:
+    def _backward_of_plain(self, output: Any) -> None:
         """Remember what the plain forward gave, and run its backward."""
         scores = output.log_probs if self._output_kind in ("fused", "tokens") else output.logits
         if self._output_kind == "loss":
@@ -216,11 +241,11 @@ class FirstStep:
         with torch.autocast(self.device.type, enabled=False):
             objective.backward()
 
-    def judge(self, plain: Callable[..., Any] | None = None) -> tuple[dict[str, float], float | None]:
+    def judge(self, *, repeatable: bool = False) -> tuple[dict[str, float], float | None]:
         """Compare, after both runs.
 
         Args:
-            plain: the plain model, to say which side is right if they differ; None if it cannot be called on one rank.
+            repeatable: whether this rank may call the plain model again, to say which side is right if they differ.
 
         Returns:
             the relative differences, to be logged, and the FLOP/s of the plain forward and backward (None if the
@@ -245,7 +270,7 @@ class FirstStep:
         tf32 = dtype is torch.float32 and self.device.type == "cuda"
         tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
         limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
-        why = "" if difference.scores <= limit else self._why_scores_differ(plain, limit)
+        why = "" if difference.scores <= limit else self._why_scores_differ(limit, repeatable)
         logger.info(_judged(difference, why, self._count, dtype, limit, loss_limit))
         logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
         cost = self._engine.prepared.cost
@@ -255,16 +280,16 @@ class FirstStep:
         work = linear_work(tree_of(small.ids, small.masks), cost.counts.attention_ranges)
         return logs, cost.counts.flops(*work) / self._seconds
 
-    def _why_scores_differ(self, plain: Callable[..., Any] | None, limit: float) -> str:
+    def _why_scores_differ(self, limit: float, repeatable: bool) -> str:
         """Say which of both sides is right, by each row by itself, why, and what to do."""
         report = "train without share_prefixes and report this model"
         if self._alone:
             return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {report}"
         why, change = _layout_of(self.batch, self._rows)
-        if plain is None or self._plain_scores is None:
+        if not repeatable or self._plain_scores is None:
             return f"Shared prefixes compute each row by itself, which is right. If {why}, {change}"
         with torch.no_grad():
-            own = [self._scores_of(plain(**batch), batch).flatten() for batch in self._batches_alone()]
+            own = [self._scores_of(self._call(batch), batch).flatten() for batch in self._batches_alone()]
         alone = self._as_batch(own)
         tree = relative_error([self._tree_scores.reshape(alone.shape)], [alone])
         batch = relative_error([self._plain_scores.reshape(alone.shape)], [alone])
@@ -329,13 +354,14 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
     columns["labels"] = (labels, IGNORED)
     device = model_device(engine.model)
     call = {name: pad_sequence(rows, True, fill).to(device) for name, (rows, fill) in columns.items()}
-    first = FirstStep(engine, call, rows_of(call), "loss", range(len(chosen)))
-    inputs = {name: value for name, value in first.batch.items() if name != "labels"}
-    targets = first.batch["labels"][:, 1:]
-    with first.plain_run():
+
+    def plain(labels: Tensor, **inputs: Any) -> CausalLMOutput:
         logits = engine.model(**inputs, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten())
-        first.backward_of_plain(CausalLMOutput(loss=loss, logits=logits))  # type: ignore[arg-type]
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
+
+    first = FirstStep(engine, Sample(call, rows_of(call), range(len(chosen))), "loss", plain)
+    first.run_plain(timed=False)
     rows = rows_of(first.batch)
     with first.tree_run():
         scored = engine.score(tree_of(rows.ids, rows.masks), mask=rows.masks)

@@ -5,7 +5,7 @@ that hold all weights: one alone, or several in DistributedDataParallel. Another
 file of its own (`sharded_processes.py` has FSDP2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.process_group import is_sharded
 from treetrain.engine.score import Scored
-from treetrain.trainers.step_scores import StepScores, gradient_versions
+from treetrain.trainers.step_scores import Step, StepScores
 
 
 class Processes:
@@ -32,6 +32,8 @@ class Processes:
 
     def __init__(self, trainer: Any):
         self.accelerator = trainer.accelerator
+        self._averaged: tuple[Step, int, Sequence[object]] | None = None
+        """The gradients as they were averaged last: of this micro-batch of this step."""
         self.check(trainer)
 
     def check(self, trainer: Any) -> None:
@@ -79,14 +81,19 @@ class Processes:
         """
         if engine.ranks.alone or not last:
             return steps.settle(everything=everything)
-        done = []
-        if steps.gradients_wait or gradient_versions(engine.parameters) != steps.step.averaged:
-            with engine.ranks.together("the backward of the step's trees"):
-                done = steps.settle(everything=everything)
-            engine.sharing.average_gradients(engine.parameters)
-            steps.step.averaged = gradient_versions(engine.parameters)
+        if not steps.gradients_wait and self._averaged == self._gradients(engine, steps):
+            return []
+        with engine.ranks.together("the backward of the step's trees"):
+            done = steps.settle(everything=everything)
+        engine.sharing.average_gradients(engine.parameters)
+        self._averaged = self._gradients(engine, steps)
         return done
 
+    def _gradients(self, engine: TreeEngine, steps: StepScores) -> tuple[Step, int, Sequence[object]]:
+        """The gradients of a micro-batch by their identity, which changes with their values."""
+        versions = [None if p.grad is None else (id(p.grad), p.grad._version) for p in engine.parameters]
+        return steps.step, steps.step.number, versions
+
     def engine_key(self, model: nn.Module) -> object:
-        """What an engine for this model depends on, beside its settings."""
+        """The key of the engine for this model: it needs another one if this changes."""
         return id(model)

@@ -1,4 +1,4 @@
-"""Checks of what trainers rely on in transformers and TRL, neither of which promises to keep it.
+"""Checks of what trainers rely on in transformers, TRL and torch, none of which promises to keep it.
 
 No version is refused for its number. Methods that are overridden must be there with their parameters; what is missing
 costs the promises that rest on it. A version outside the tested range warns once, and the comparison with the plain
@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 
 from packaging.version import Version
+from torch import nn
 
 TESTED = {"transformers": ("5.3", "5.23"), "trl": ("1.15", "1.16")}
 """The oldest and the newest version of each package that the tests run with."""
@@ -42,6 +43,17 @@ def _warn_once(package: str, installed: str) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def calls_may_be_replaced() -> bool:
+    """Whether a call of a module runs the `_call_impl` of that module, hooks included, so that it can be replaced."""
+    module, answer = nn.Identity(), object()
+    module.register_forward_pre_hook(lambda *_: None)
+    module._call_impl = lambda: answer  # type: ignore[method-assign]
+    try:
+        return module() is answer
+    except TypeError:  # its own forward, without an input
+        return False
 
 
 def missing_members(kind: type, members: Members) -> list[str]:

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.process_group import is_shard, is_sharded, reduced_at_once
 from treetrain.engine.score import Scored
 from treetrain.trainers.processes import Processes
+from treetrain.trainers.relied_on import calls_may_be_replaced
 from treetrain.trainers.step_scores import StepScores
 
 
@@ -24,8 +26,17 @@ class ShardedProcesses(Processes):
     """Processes that hold shards of the weights, by FSDP2 as accelerate sets it up."""
 
     call = "_call_impl"
-    """Where a module's hooks run, before its forward. FSDP2's would gather weights for a call that runs no layer, round
-    what a tree answers to the policy's output_dtype, and take the tree's own calls for inner ones of this one."""
+    """The method of a module that runs its hooks and then its forward. It is replaced because FSDP2's hooks on the
+    model must not run around a call that a tree answers: they would gather weights for a call that runs no layer, cast
+    the answer to the policy's output_dtype, and take the tree's own calls of the model for parts of this one."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        if not calls_may_be_replaced():
+            raise ValueError(
+                f"torch {torch.__version__} does not call the _call_impl of a module, in whose place share_prefixes "
+                "answers calls of a sharded model; install a torch that treetrain is tested with (2.11 to 2.13)"
+            )
 
     def check(self, trainer: Any) -> None:
         plugin = trainer.accelerator.state.fsdp_plugin

@@ -14,7 +14,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -31,11 +30,11 @@ from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
 from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, rows_of
-from treetrain.trainers.relied_on import TESTED, warn_if_untested
 from treetrain.trainers.step_scores import StepScores, TreeScores
 
 if TYPE_CHECKING:
     from treetrain.engine.score import Scored
+    from treetrain.trainers.first_step import Sample
     from treetrain.trainers.processes import Processes
 
 T = TypeVar("T", bound=Trainer)
@@ -188,6 +187,8 @@ class FusedHead(NamedTuple):
         import trl
         from trl.trainer import utils
 
+        from treetrain.trainers.relied_on import TESTED
+
         forward: Any = causal_lm(model).forward
         while forward is not None and not _is_fused(forward):
             forward = getattr(forward, "__wrapped__", None)
@@ -225,6 +226,7 @@ class PrefixSharing:
 
     def __init__(self, trainer: Any, budget: int | str | Bytes | None, check: bool | Literal["rows"]):
         from treetrain.trainers.gains import Gains
+        from treetrain.trainers.relied_on import warn_if_untested
 
         self.output_kind: OutputKind = output_kind_of(trainer)
         check_trainer(trainer, self.output_kind)
@@ -342,10 +344,12 @@ class PrefixSharing:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Average what has not been averaged, such as the gradients of a rank that skipped its last micro-batch."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p) in stepped for p in self.model.parameters()):
-            if self.steps.gradients_wait or not self.steps.step.complete:
-                self.settle(last=True)
-            self.steps.step.complete = False
+        if not any(id(p) in stepped for p in self.model.parameters()):
+            return
+        step = self.steps.step
+        if self.steps.gradients_wait or not step.complete:
+            self.settle(last=True)
+        step.complete = False  # an optimizer that steps again has other gradients
 
     @contextmanager
     def loss_of(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -413,7 +417,7 @@ class PrefixSharing:
     def token_logprobs(
         self, forward: "TreeForward", inputs: dict[str, Any], temperature: float, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """What `treetrain.token_logprobs` returns for a batch, from a tree."""
+        """Answer `treetrain.token_logprobs` for a batch from a tree."""
         model, head = forward.module, FusedHead(temperature, ("log_probs", "entropy") if entropy else ("log_probs",))
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         ranks = self._ranks_of(model, head, training)
@@ -457,50 +461,52 @@ class PrefixSharing:
         self, forward: "TreeForward", head: FusedHead, rows: Rows, kwargs: dict, kind: OutputKind
     ) -> None:
         """Compare a few rows with the plain model; all ranks stop if one of them does. See `FirstStep`."""
-        from treetrain.trainers.first_step import FirstStep, all_labelled, label_logprobs, rows_to_compare
+        from treetrain.trainers.first_step import all_labelled, sample_of
 
-        model = forward.module
-        if kwargs.get("labels") is None and kind == "tokens":
-            kwargs = all_labelled(kwargs, rows)
-        engine = self._engine(self.wrapped if model is self.model else model, head)
-        ranks = engine.ranks
+        engine = self._engine(self.wrapped if forward.module is self.model else forward.module, head)
+        collective = engine.sharing.collective
         with (
-            ranks.together("the comparison in the first step"),
+            engine.ranks.together("the comparison in the first step"),
             replaced(self.steps, waiting=[]),
-            self.processes.comparison(model),
+            self.processes.comparison(forward.module),
         ):
-            chosen = rows_to_compare(rows.ids, rows.masks, rows.spans)
-            predicts = bool(chosen)
-            if engine.sharing.collective and not predicts:  # it can run the passes with ranks that predict something
-                kwargs = all_labelled(kwargs, rows)
-                chosen = rows_to_compare((rows := self._rows_of(kwargs)).ids, rows.masks)
-            each_predicts, each_runs = zip(*ranks.exchange((predicts, bool(chosen))))
-            compared = any(each_predicts) and (all(each_runs) or not engine.sharing.collective)
-            if compared and chosen:
-                alone = self.check == "rows"
-                with self._balanced(model, kwargs) as balanced:
-                    cannot = engine.sharing.collective or (balanced and kind == "loss")
-                if alone and cannot:
-                    raise ValueError(
-                        "check='rows' runs the plain model on each row by itself, which neither a sharded model nor a "
-                        "loss with the routers' auxiliary loss of a whole batch allows: take True or False"
-                    )
-                first = FirstStep(self._engine(model, head), kwargs, rows, kind, chosen, alone=alone)
+            sample = sample_of(kwargs, rows)
+            predicts = bool(sample.chosen)
+            if collective and not predicts:  # it can run the passes with ranks that predict something
+                labelled = all_labelled(kwargs, rows)
+                sample = sample_of(labelled, self._rows_of(labelled))
+            each_predicts, each_runs = zip(*engine.ranks.exchange((predicts, bool(sample.chosen))))
+            if not any(each_predicts) or (collective and not all(each_runs)):
+                return  # the next batch is compared
+            if sample.chosen:
+                self._compare(forward, head, sample, kind, collective=collective)
+        self.check = False
 
-                def plain(**batch: Any) -> Any:
-                    if kind != "tokens":
-                        return forward.plain(**batch)
-                    labels = batch.pop("labels")
-                    logits = forward.plain(**batch).logits / head.temperature
-                    return SimpleNamespace(log_probs=label_logprobs(logits, labels))
+    def _compare(
+        self, forward: "TreeForward", head: FusedHead, sample: "Sample", kind: OutputKind, *, collective: bool
+    ) -> None:
+        """Run a sample through the plain model and the tree, and raise an error if they differ.
 
-                for timed in (False, True):
-                    with first.plain_run(timed=timed):
-                        first.run_plain(plain)
-                with first.tree_run():
-                    first.backward_of_tree(*self._answered(forward, head, first.batch))
-                self.gains.once, self.gains.plain_rate = first.judge(None if engine.sharing.collective else plain)
-        self.check = False if compared else self.check  # else compare the next batch
+        Args:
+            collective: whether all ranks run the passes together.
+        """
+        from treetrain.trainers.first_step import FirstStep
+
+        alone = self.check == "rows"
+        with self._balanced(forward.module, sample.call) as balanced:
+            whole = collective or (balanced and kind == "loss")
+        if alone and whole:
+            raise ValueError(
+                "check='rows' runs the plain model on each row by itself, which neither a sharded model nor a loss "
+                "with the routers' auxiliary loss of a whole batch allows: take True or False"
+            )
+        first = FirstStep(
+            self._engine(forward.module, head), sample, kind, forward.plain, temperature=head.temperature, alone=alone
+        )
+        first.run_plain()
+        with first.tree_run():
+            first.backward_of_tree(*self._answered(forward, head, first.batch))
+        self.gains.once, self.gains.plain_rate = first.judge(repeatable=not collective)
 
     def _answered(self, forward: "TreeForward", head: FusedHead, batch: dict[str, Any]) -> tuple[Any, Tensor, "Scored"]:
         """The output that a call gets by itself, its scores as a batch, and what runs their backward."""
@@ -761,7 +767,7 @@ def check_inputs(unknown: Sequence[str]) -> None:
 
 
 def output_kind_of(trainer: Any) -> OutputKind:
-    """What this trainer reads of its model's output.
+    """The kind of output that this trainer reads of its model.
 
     Raises:
         ValueError: an unsupported trainer of TRL.

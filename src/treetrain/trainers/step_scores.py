@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ def _equal(one: Rows, other: Rows) -> bool:
     return all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """All that is known of one optimizer step. The next step gets a new one, so that nothing has to be reset."""
 
@@ -97,15 +97,13 @@ class Step:
     """Whether a micro-batch is being trained now."""
     trees: dict[Hashable, TreeScores] = field(default_factory=dict)
     """Trees of several micro-batches, by the model that scored them and its settings."""
-    averaged: Sequence[Any] | None = None
-    """The gradients as they were averaged over the processes (`gradient_versions`); None if they have not been."""
     complete: bool = False
-    """Whether the last micro-batch has ended. What changes gradients later averages nothing."""
+    """Whether the last micro-batch has ended, so that gradients are those of all processes."""
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """The next micro-batch is trained inside the block."""
-        self.number, self.training, self.averaged, self.complete = self.number + 1, True, None, False
+        self.number, self.training, self.complete = self.number + 1, True, False
         try:
             yield
         finally:
@@ -116,9 +114,30 @@ class Step:
         self.trees, self.complete = {}, True
 
 
-def gradient_versions(parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
-    """The identity of all gradients, which changes with their values."""
-    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
+class Arrivals(NamedTuple):
+    """The gradients that one rank has at the scores of a tree."""
+
+    arrived: bool
+    """Whether a backward has reached the scores."""
+    waiting: bool
+    """Whether gradients wait for the tree's backward; ``zero_grad`` may have dropped those that have arrived."""
+    set_anew: bool
+    """Whether the trainer has set some parameters' gradients anew while those of the others wait."""
+    ended: bool
+    """Whether no more gradients are expected, or those that have come are needed now."""
+
+
+def next_of(ranks: Sequence[Arrivals], *, expected: bool) -> Literal["backward", "wait", "drop"]:
+    """What happens to a tree next: the same on all ranks that run its passes together.
+
+    Args:
+        expected: whether gradients are still expected where none have arrived.
+    """
+    ended = all(own.ended for own in ranks)
+    if any(own.waiting for own in ranks):
+        return "backward" if ended or any(own.set_anew for own in ranks) else "wait"
+    dropped = any(own.arrived for own in ranks)  # what is still to come is expected all the same
+    return "drop" if dropped or (ended and not expected) else "wait"
 
 
 class StepScores:
@@ -153,23 +172,31 @@ class StepScores:
             key: the model that is called, and its settings.
             together: False for this micro-batch alone, for losses over a whole batch such as the routers'.
         """
-        step, key = self.step, (key, torch.is_grad_enabled())
-        alone = TreeScores(step.number, [rows])
-        if not (together and step.training and self._cuts < CUTS):
-            return alone, alone.rows_of(step.number)
+        joint = None
+        # All ranks of `ranks` have the same settings, and have cut the same trees, so they decide alike here.
+        if together and self.step.training and self._cuts < CUTS:
+            joint = self._joint_scores((key, torch.is_grad_enabled()), rows)
+        scores = TreeScores(self.step.number, [rows]) if joint is None else joint
+        return scores, scores.rows_of(self.step.number)
+
+    def _joint_scores(self, key: Hashable, rows: Rows) -> TreeScores | None:
+        """The scores of these rows and those of other micro-batches in one tree; a collective call of `ranks`.
+
+        None if the ranks have other micro-batches, or if the tree is hardly smaller than those of its micro-batches.
+        """
+        step = self.step
         scores = step.trees.get(key)
         if scores is None or not scores.has(step.number, rows):
             scores = TreeScores(step.number, self._following(rows))
+        several = scores.last > scores.first
         with self.ranks.together("the scores of a micro-batch"):
             batches = scores.first, scores.last, scores.scored is None
-            answers = self.ranks.exchange((batches, scores.tokens if scores.last > scores.first else (0, 0)))
-        joint, apart = (sum(counts[side] for _, counts in answers) for side in (0, 1))
-        if scores.last > scores.first and len({batches for batches, _ in answers}) == 1:
-            step.trees[key] = scores
-            scores = scores if joint <= WORTH_JOINING * apart else alone
-        else:
-            scores = alone
-        return scores, scores.rows_of(step.number)
+            answers = self.ranks.exchange((batches, scores.tokens if several else (0, 0)))
+        if not several or any(other != batches for other, _ in answers):
+            return None
+        step.trees[key] = scores
+        joint, apart = (sum(tokens) for tokens in zip(*(counts for _, counts in answers)))
+        return scores if joint <= WORTH_JOINING * apart else None
 
     def kept_by(self, scores: TreeScores, output: Tensor) -> Tensor:
         """The output, which is computed from the leaves of these scores; its graph keeps them until a backward."""
@@ -208,26 +235,30 @@ class StepScores:
             if scored is None:
                 continue
             deferral = scored.deferral
-            wanted = deferral.waiting() if deferral.arrived else []
-            some = 0 < len(wanted) < len(deferral.parameters)
+            waiting = deferral.waiting() if deferral.arrived else []
+            own = Arrivals(
+                arrived=deferral.arrived,
+                waiting=bool(waiting),
+                set_anew=0 < len(waiting) < len(deferral.parameters),
+                ended=everything or self._has_ended(scores),
+            )
             with self.ranks.together("the backward of the step's trees"):
-                ended = everything or self._has_ended(scores)
-                answers = self.ranks.exchange((ended, some, bool(wanted), deferral.arrived))
-            ended, some, any_wanted, any_arrived = (test(own) for test, own in zip((all, any, any, any), zip(*answers)))
-            if any_wanted and (ended or some):
-                self.waiting.remove(scores)
-                self.step.trees = {key: tree for key, tree in self.step.trees.items() if tree is not scores}
-                self._count_cut(scores)
-                if not wanted:
-                    scored.zero_gradients()
-                dropped = set(deferral.parameters) - set(wanted) if wanted else ()
-                with gradients_aside(list(dropped)):  # their gradients were set anew while these waited
-                    scored.backward(sync=sync)
-                done.append(scored)
-            elif not any_wanted and (any_arrived or (ended and not self.ranks.alone and not self.step.training)):
-                # zero_grad has dropped them all, those to come are still wanted; or no rank's loss had gradients.
+                ranks = self.ranks.exchange(own)
+            outcome = next_of(ranks, expected=self.ranks.alone or self.step.training)
+            if outcome == "wait":
+                continue
+            self.waiting.remove(scores)
+            if outcome == "drop":
                 scored.drop_gradients()
-                self.waiting.remove(scores)
+                continue
+            self.step.trees = {key: tree for key, tree in self.step.trees.items() if tree is not scores}
+            self._count_cut(scores)
+            if not waiting:
+                scored.zero_gradients()  # other ranks have some
+            set_anew = [p for p in deferral.parameters if p not in set(waiting)] if waiting else []
+            with gradients_aside(set_anew):
+                scored.backward(sync=sync)
+            done.append(scored)
         return done
 
     def _has_ended(self, scores: TreeScores) -> bool:

@@ -107,7 +107,7 @@ def _arguments(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tree_forward(model: nn.Module) -> TreeForward | None:
-    """What `share_prefixes` has put in the place of the model's forward (wrapped by Accelerate) or of its call."""
+    """The call that `share_prefixes` has put in the place of the model's forward (which Accelerate wraps) or call."""
     placed = (vars(model).get(name) for name in ("forward", "_original_forward", "_call_impl"))
     return next((forward for forward in placed if isinstance(forward, TreeForward)), None)
 

@@ -1,0 +1,37 @@
+"""What the tests of other frameworks' own engines share: rows, a small model as they load it, and processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from support.processes import free_port
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10], [5, 6, 11], [12], [5, 6, 7, 8, 9, 10]]
+RESPONSES = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 13, 14, 15], [16, 17], [18, 19, 20], [1, 2]]
+"""Duplicates, a row that is a prefix of others, forks in prompts, in responses and at the first token."""
+
+
+def saved_model(folder: str, name: str = "Qwen3", **settings: Any) -> str:
+    """Save a small model of a class of transformers, and return its folder."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **{"vocab_size": 40, "num_hidden_layers": 2, "tie_word_embeddings": False} | settings,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+def on_fresh_ranks(function: Callable[..., None], world: int, *args: Any) -> list[dict[str, Any]]:
+    """Run `function(rank, world, port, *args, queue)` on every rank; return what each puts into the queue."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(function, (world, free_port(), *args, queue), nprocs=world)
+    return [queue.get() for _ in range(world)]
