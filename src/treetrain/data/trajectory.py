@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from array import array as builtin_array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Float64, Int16, Int32, Shaped
 from numpy.typing import ArrayLike, NDArray
 
+from treetrain.data.images import Image, checked_images
 from treetrain.errors import DataError, quoted, shortened
 
 PerToken = Float64[np.ndarray, " L"]
@@ -58,6 +59,10 @@ class Trajectory:
         experts: the experts that each token was routed to during sampling, integers [L, layers, k] (the MoE layers, or
             all layers). They replace the router's choice, unless all k of a token and layer are -1. Equal tokens
             with different experts are not merged.
+        images: the row's images as a processor makes them, such as ``{"pixel_values": ..., "image_grid_thw": ...}``.
+            Their tokens, and those after them, are merged only with those of equal images.
+        image_token: the token id that stands for images in `ids` (``model.config.image_token_id``): one run of it for
+            each image.
 
     Raises:
         DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
@@ -80,6 +85,8 @@ class Trajectory:
     key: Hashable
     episode: Hashable
     experts: Int16[np.ndarray, "L layers k"] | None
+    images: tuple[Image, ...]
+    image_token: int | None
 
     def __init__(
         self,
@@ -101,6 +108,8 @@ class Trajectory:
         key: Hashable = None,
         episode: Hashable = None,
         experts: ArrayLike | None = None,
+        images: Mapping[str, Any] | Sequence[Image] | None = None,
+        image_token: int | None = None,
     ) -> None:
         facts: dict[str, Any] = {
             "loss_weights": loss_weights,
@@ -129,6 +138,8 @@ class Trajectory:
                     raise DataError(f"{name} is a {type(value).__name__}; give a string, number or tuple") from error
             facts.update(names, ids=token_ids, reward=_reward(reward), chosen=_chosen(chosen))
             facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
+            facts["images"] = checked_images(images, image_token, token_ids)
+            facts["image_token"] = image_token
         except DataError as error:
             raise DataError(f"trajectory{'' if id is None else f' {quoted(id)}'}: {error}") from error
         for name, value in facts.items():
@@ -152,6 +163,7 @@ class Trajectory:
         given = [f"{len(self)} tokens"]
         given += [name for name in PER_TOKEN_FACTS if getattr(self, name) is not None]
         given += ["experts"] if self.experts is not None else []
+        given += [f"{len(self.images)} image{'s'[: len(self.images) > 1]}"] if self.images else []
         scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
         given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
         return f"Trajectory({', '.join(given)})"

@@ -352,6 +352,15 @@ class TreeEngine:
             from treetrain.engine.extensions.experts import check_recorded
 
             check_recorded(tree, self.prepared.capabilities.experts)
+        if tree.images is not None:
+            from treetrain.models.images import check_images
+
+            check_images(self.model, tree)
+            if self.sharing.collective or not self.sharing.passes_with.alone:
+                raise UnsupportedModel(
+                    "rows with images on a model that processes divide among them (fully_shard, tensor or context "
+                    "parallel) have not been verified: use one process, or DistributedDataParallel"
+                )
 
     def _plan_step(self, step: Step, *, sync: bool, balance: "RouterBalance | None") -> tuple[Step, Plan, Reduces]:
         """Plan this rank's passes, and say which backwards reduce sharded gradients."""

@@ -276,6 +276,10 @@ class EngineModel:
 
             extensions.append(CompiledLayers(model, self._compiled))
         extensions += innermost
+        if tree.images is not None:  # last, since the gradients that it adds are reduced and hooked by those around it
+            from treetrain.engine.extensions.images import Images
+
+            extensions.append(Images(model, tree))
         for extension in extensions:
             extension.reduces = reduces
         self.attach_hooks(extensions)

@@ -171,14 +171,17 @@ class ModelPasses:
         before = _random_state(device)
         # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
         # does not; tree attention ignores it.
-        keywords = {"attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool).unsqueeze(0), **keywords}
+        keywords = {
+            "position_ids": layout.positions.unsqueeze(0),
+            "attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool).unsqueeze(0),
+            **keywords,
+        }
         # Accelerate wraps a model's forward in one autocast object, which stores the state to restore. A call of the
         # engine within a call of the model would enter that object twice, and autocast would stay on for good.
         inner = vars(model).get("_original_forward") if torch.is_autocast_enabled(device.type) else None
         with nullcontext() if inner is None else replaced(model, forward=inner):
             outputs = model(
                 input_ids=layout.input_ids.unsqueeze(0),
-                position_ids=layout.positions.unsqueeze(0),
                 use_cache=False,
                 **{RUN_KEYWORD: run},
                 **keywords,

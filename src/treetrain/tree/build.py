@@ -15,9 +15,10 @@ import numpy as np
 from jaxtyping import Int32, Int64
 from numpy.typing import NDArray
 
+from treetrain.data.images import Image, image_runs
 from treetrain.data.trajectory import MAX_TOKEN_ID, Trajectory, first_bool
 from treetrain.errors import DataError, quoted
-from treetrain.tree.token_tree import Int32s, Int64s, TokenTree, assemble
+from treetrain.tree.token_tree import Int32s, Int64s, TokenTree, TreeImages, assemble
 
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache
 
@@ -32,7 +33,8 @@ def build_tree(
     Args:
         sequences: K rows, each a Trajectory or a list, 1-D integer array or tensor of token ids; duplicates, rows
             that are prefixes of other rows, empty rows and rows of one token are allowed.
-            Trajectories with different `key` share no token; tokens with different recorded `experts` are not merged.
+            Trajectories with different `key` share no token; tokens with different recorded `experts`, or of different
+            images, are not merged.
             One array [K, L] is refused, since padding would count as tokens: `from_padded` takes it with its mask.
         merge: False keeps every row as a separate tree, as in the linear baseline.
         apart: rows with different numbers (from 0) share no token.
@@ -48,6 +50,9 @@ def build_tree(
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
     given = [row if isinstance(row, Trajectory) else None for row in rows]
     flat, lengths = _token_ids(rows)
+    images = None
+    if any(row is not None and row.images for row in given):
+        flat, images = _name_by_features(given, flat, lengths)
     # With recorded experts, rows are merged by one number for each distinct (id, experts) pair.
     routed = any(row is not None and row.experts is not None for row in given)
     named = _name_by_experts(given, flat, lengths) if routed else None
@@ -81,8 +86,17 @@ def build_tree(
     if named is not None:
         _, ids, experts_of = named
         arrays, experts = arrays._replace(tokens=ids[arrays.tokens]), experts_of[arrays.tokens]
+    if images is not None:
+        named_tokens = arrays.tokens
+        arrays = arrays._replace(tokens=np.where(named_tokens < 0, np.int32(images.token), named_tokens))
+        images = images._replace(feature=np.where(named_tokens < 0, -1 - named_tokens.astype(np.int64), -1))
     return TokenTree(
-        **arrays._asdict(), trajectory_last=moved(last), trajectory_length=lengths, rows=given, experts=experts
+        **arrays._asdict(),
+        trajectory_last=moved(last),
+        trajectory_length=lengths,
+        rows=given,
+        experts=experts,
+        images=images,
     )
 
 
@@ -219,6 +233,50 @@ def _name_by_experts(
     seen: dict[bytes, int] = {}
     names = [seen.setdefault(blob[width * at : width * (at + 1)], at) for at in range(len(ids))]
     return np.array(names, np.int32), ids, choices
+
+
+def _name_by_features(
+    rows: Sequence[Trajectory | None], flat: Int32[np.ndarray, " flat"], lengths: Int64[np.ndarray, " K"]
+) -> tuple[Int32s, TreeImages]:
+    """Put a number below 0, one for each feature of each distinct image, in the place of the images' tokens.
+
+    Args:
+        flat: the rows concatenated.
+
+    Returns:
+        names: int32 [flat]; -1 - f at a token that stands for feature f.
+        images: without the features of the tree's tokens.
+
+    Raises:
+        DataError: rows with different placeholder tokens, or a row with this token and without images.
+    """
+    names, ends = flat.copy(), np.cumsum(lengths)
+    token = next(row.image_token for row in rows if row is not None and row.images)
+    assert token is not None
+    first, distinct, seen = [0], list[Image](), dict[tuple[bytes, int], int]()
+    for number, (row, end, length) in enumerate(zip(rows, ends.tolist(), lengths.tolist())):
+        ids = flat[end - length : end]
+        if row is None or not row.images:
+            if (ids == token).any():
+                raise DataError(
+                    f"row {number} has the token {token}, which stands for images in other rows, at position "
+                    f"{int((ids == token).argmax())}, and no images; give its images, or leave the row out"
+                )
+            continue
+        if row.image_token != token:
+            raise DataError(
+                f"row {number} has image_token {row.image_token}, an earlier row {token}; all rows of a batch are "
+                "read by one model"
+            )
+        for image, start, stop in zip(row.images, *image_runs(ids, token)):
+            key = image.digest, int(stop - start)
+            if key not in seen:
+                seen[key] = len(distinct)
+                distinct.append(image)
+                first.append(first[-1] + key[1])
+            begins = first[seen[key]]
+            names[end - length + start : end - length + stop] = -1 - np.arange(begins, begins + key[1])
+    return names, TreeImages(token, distinct, np.array(first, np.int64), np.zeros(0, np.int64))
 
 
 def shared_prefixes(flat: Int32[np.ndarray, " B"], length: Int64[np.ndarray, " K"]) -> Int64s:

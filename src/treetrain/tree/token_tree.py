@@ -9,11 +9,24 @@ import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
 from numpy.typing import NDArray
 
+from treetrain.data.images import Image
 from treetrain.data.trajectory import Trajectory
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+
+
+class TreeImages(NamedTuple):
+    """The distinct images of a tree, and the tokens that stand for them."""
+
+    token: int
+    """The id of these tokens."""
+    distinct: Sequence[Image]
+    first: Int64[np.ndarray, " images_plus_1"]
+    """The features of image m are first[m] to first[m + 1], one for each of its tokens."""
+    feature: Int64[np.ndarray, " N"]
+    """The feature that each token of the tree stands for; -1 for text."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +61,8 @@ class TokenTree:
     """The K trajectories with their facts, None for a row given as ids only."""
     experts: Int16[np.ndarray, "N layers k"] | None = field(default=None, repr=False)
     """Recorded experts of each token, -1 where the router chooses; None if none were recorded."""
+    images: TreeImages | None = field(default=None, repr=False)
+    """The images of the rows; None for text."""
 
     def __repr__(self) -> str:
         return (

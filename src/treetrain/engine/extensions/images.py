@@ -1,0 +1,97 @@
+"""Images: every distinct image of a step goes through the encoder once, forward and backward.
+
+The encoder runs before the parts, outside of tree mode. Parts read its features from leaf tensors, whose gradients add
+up over parts in float32 or wider; after the last part they go through the encoder. So an image that many rows share, or
+that stands in several parts, costs one forward and one backward of the encoder, whatever the plan.
+
+Text after an image continues from the image's largest position, so positions are those of every token's own path.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treetrain.device_arrays import on_device
+from treetrain.engine.extension import Extension, ModelPass
+from treetrain.engine.lm_head import Scores
+from treetrain.models.capability import model_device
+from treetrain.models.images import (
+    ImageFeatures,
+    attention_of,
+    encode_images,
+    encoder_modules,
+    features_given,
+    image_encoder,
+    own_attention,
+    path_positions,
+)
+from treetrain.planning.plan import Plan
+from treetrain.tree.token_tree import TokenTree
+
+
+class Images(Extension):
+    """Gives passes the features and positions of images, and runs the gradients of the features through the encoder.
+
+    Args:
+        tree: a tree with images, which `check_images` has accepted.
+    """
+
+    within_hooks = True
+
+    def __init__(self, model: nn.Module, tree: TokenTree):
+        inner = image_encoder(model)
+        assert inner is not None and tree.images is not None
+        self._inner, self._images, self._device = inner, tree.images, model_device(model)
+        self._positions = path_positions(inner, tree)
+        self._attention: dict[int, str] = {}
+        self._made: ImageFeatures | None = None
+        """The encoder's output, with its graph if the encoder is trained."""
+        self._leaves: list[Tensor] = []
+        """The same numbers without graph, in float32 or wider. Backwards of parts add their gradients here."""
+        self._of_pass: ImageFeatures | None = None
+
+    def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
+        if self._made is None:
+            self._attention = attention_of(self._inner)
+            trained = any(p.requires_grad for part in encoder_modules(self._inner) for p in part.parameters())
+            with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+                self._made = encode_images(self._inner, self._images.distinct, self._device)
+        self._leaves = []
+        for kind in self._made.kinds:
+            leaf = kind.detach().to(torch.promote_types(kind.dtype, torch.float32))
+            self._leaves.append(leaf.requires_grad_(kind.requires_grad))
+
+    @contextmanager
+    def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
+        with features_given(self._inner, self._features), own_attention(self._inner, self._attention):
+            yield
+            if backward and self._made is not None:
+                made, self._made = self._made, None
+                pairs = [(x, leaf.grad.to(x.dtype)) for x, leaf in zip(made.kinds, self._leaves) if leaf.grad is not None]
+                if pairs:
+                    with torch.autocast(self._device.type, enabled=False):
+                        torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+
+    def before_forward(self, model_pass: ModelPass) -> None:
+        if model_pass.idle:
+            return
+        tokens = model_pass.part.piece.layout.tree_index
+        if self._positions is not None:
+            model_pass.keywords["position_ids"] = on_device(self._positions[:, None, tokens], self._device)
+        features = self._images.feature[tokens]
+        features = features[features >= 0]
+        if not len(features):
+            return
+        assert self._made is not None
+        index = on_device(features, self._device)
+        kinds = [leaf[index].to(kind.dtype) for leaf, kind in zip(self._leaves, self._made.kinds)]
+        self._of_pass = ImageFeatures(kinds, self._made.as_tensor)
+        model_pass.keywords["pixel_values"] = torch.zeros(0, device=self._device)  # so that it asks for features
+
+    def _features(self) -> ImageFeatures:
+        assert self._of_pass is not None
+        features, self._of_pass = self._of_pass, None
+        return features

@@ -1,0 +1,172 @@
+"""The image encoder of a Hugging Face model for images and text: its features, and the positions around them.
+
+A model's own forward calls its ``get_image_features``, and puts the features into the embeddings at the tokens that
+stand for the image (Qwen3-VL adds others to the hidden states there). Here the features of the distinct images of a
+tree are computed beforehand, by the same function, and handed to the forward in its place.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from treetrain.data.images import GRID, Image
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError, UnsupportedModel
+from treetrain.models.capability import causal_lm, model_device
+from treetrain.models.tree_mode import replaced
+from treetrain.tree.token_tree import TokenTree
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""The model types whose images are computed on trees; tests prove each of them against its rows."""
+TOKEN_TYPES = "mm_token_type_ids"
+"""The keyword argument by which processors say which tokens are text (0) and images (1)."""
+
+
+class ImageFeatures(NamedTuple):
+    """The encoder's output for F tokens of images, by kind: those of the embeddings, then those of each deep layer."""
+
+    kinds: list[Float[Tensor, "F hidden"]]
+    as_tensor: bool
+    """Whether the model's own function returns the first kind as one tensor, and not as one for each image."""
+
+
+def image_encoder(model: nn.Module) -> nn.Module | None:
+    """The module with ``get_image_features`` and the language model; None for a model of text."""
+    inner = getattr(causal_lm(model), "model", None)
+    has_both = hasattr(inner, "get_image_features") and hasattr(inner, "language_model")
+    return inner if has_both else None
+
+
+def encoder_modules(inner: nn.Module) -> list[nn.Module]:
+    """The modules that make features of images: all but the language model."""
+    return [child for child in inner.children() if child is not inner.language_model]
+
+
+def check_images(model: nn.Module, tree: TokenTree) -> None:
+    """Check that the images of a tree are computed exactly, before any work.
+
+    Raises:
+        UnsupportedModel: a family whose images are not known to be exact on a tree; names those that are.
+        DataError: images that this model cannot read, or that do not fit their tokens.
+    """
+    images, inner, lm = tree.images, image_encoder(model), causal_lm(model)
+    if images is None:
+        return
+    config: Any = lm.config
+    if inner is None or config.model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"rows with images on {type(lm).__name__} ({config.model_type}) are not known to be exact on a tree; they "
+            f"are on {', '.join(FAMILIES)}. Rows of text work: leave the images out, or train without a tree."
+        )
+    if images.token != config.image_token_id:
+        raise DataError(
+            f"the rows have image_token {images.token}, {type(lm).__name__} has {config.image_token_id}; give "
+            "image_token=model.config.image_token_id"
+        )
+    known = inspect.signature(inner.get_image_features).parameters
+    per_token = inner.visual.spatial_merge_size**2
+    for image, tokens in zip(images.distinct, np.diff(images.first).tolist()):
+        unknown = [name for name in image.inputs if name not in known]
+        if unknown or GRID not in image.inputs:
+            raise DataError(
+                f"an image has {', '.join(image.inputs)}; {type(lm).__name__} reads pixel_values and {GRID}, as its "
+                "own processor makes them"
+            )
+        features = int(image.inputs[GRID].prod()) // per_token
+        if features != tokens:
+            raise DataError(
+                f"an image with {GRID} {image.inputs[GRID][0].tolist()} has {features} features, but {tokens} tokens "
+                f"{images.token} stand for it; give ids and images of one call of the processor, uncut"
+            )
+
+
+def image_inputs(row: Trajectory, model: nn.Module) -> dict[str, Tensor]:
+    """The keyword arguments by which the model's plain forward reads the images of one row; empty for text."""
+    if not row.images:
+        return {}
+    device = model_device(model)
+    types = torch.from_numpy((row.ids == row.image_token).astype(np.int64))[None].to(device)
+    return {TOKEN_TYPES: types} | _joined(row.images, device)
+
+
+def encode_images(inner: nn.Module, images: Sequence[Image], device: torch.device) -> ImageFeatures:
+    """The features of some images, in one call of the encoder."""
+    output = inner.get_image_features(**_joined(images, device), return_dict=True)
+    deep = getattr(output, "deepstack_features", None) or []
+    kinds = [_rows(kind) for kind in (output.pooler_output, *deep)]
+    return ImageFeatures(kinds, isinstance(output.pooler_output, Tensor))
+
+
+def _joined(images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
+    names = images[0].inputs
+    return {name: torch.from_numpy(np.concatenate([x.inputs[name] for x in images])).to(device) for name in names}
+
+
+def _rows(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "F hidden"]:
+    whole = features if isinstance(features, Tensor) else torch.cat(list(features))
+    return whole.flatten(0, -2)
+
+
+@contextmanager
+def own_attention(inner: nn.Module, implementations: dict[int, str]) -> Iterator[None]:
+    """Within the block, which is in tree mode, the encoder's attention is its own: backward may run its layers again.
+
+    Args:
+        implementations: what `attention_of` returned before tree mode.
+    """
+    with ExitStack() as stack:
+        for config in _configs(inner):
+            own = implementations[id(config)]
+            stack.enter_context(replaced(config, _attn_implementation_internal=own))
+        yield
+
+
+def attention_of(inner: nn.Module) -> dict[int, str]:
+    """The attention implementations of the encoder's configurations, by their identity."""
+    return {id(config): config._attn_implementation_internal for config in _configs(inner)}
+
+
+def _configs(inner: nn.Module) -> list[Any]:
+    found = [getattr(module, "config", None) for part in encoder_modules(inner) for module in part.modules()]
+    return [config for config in found if hasattr(config, "_attn_implementation_internal")]
+
+
+@contextmanager
+def features_given(inner: nn.Module, take: Callable[[], ImageFeatures]) -> Iterator[None]:
+    """Within the block the model's forward takes the features of the tokens of a pass from `take`."""
+
+    def get_image_features(*_args: Any, **_kwargs: Any) -> SimpleNamespace:
+        features = take()
+        first, *deep = features.kinds
+        made = first if features.as_tensor else (first,)
+        return SimpleNamespace(pooler_output=made, deepstack_features=[(kind,) for kind in deep])
+
+    with replaced(inner, get_image_features=get_image_features):
+        yield
+
+
+def path_positions(inner: nn.Module, tree: TokenTree) -> Int64[np.ndarray, "4 N"] | None:
+    """The positions of a tree's tokens on their paths: the place in the row, and the three of rotary embeddings.
+
+    Each row's are those of the model itself, so text after an image continues from the image's largest position. All
+    rows through a token have the same images up to it, so they agree. None for a model that counts tokens.
+    """
+    if not hasattr(inner, "get_rope_index"):
+        return None
+    positions = np.repeat(tree.depth.astype(np.int64)[None], 4, axis=0)
+    for number, row in enumerate(tree.rows):
+        if row is None or not row.images:
+            continue
+        ids = torch.from_numpy(row.ids.astype(np.int64))[None]
+        types = (ids == row.image_token).long()
+        grid = torch.from_numpy(np.concatenate([image.inputs[GRID] for image in row.images]))
+        of_row, _ = inner.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
+        positions[1:, tree.path(number)] = of_row[:, 0].numpy()
+    return positions

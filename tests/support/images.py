@@ -1,0 +1,124 @@
+"""Small random models for images and text, rows with images, and the plain model on one of them at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+import treetrain as tt
+from treetrain.testing import linear
+
+IMAGE, START, END = 60, 61, 62
+"""The placeholder token, and those around an image."""
+MERGE, PATCH = 2, 2
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+VISION = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": PATCH,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": MERGE,
+    "initializer_range": 0.2,
+}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": 63, "vision_start_token_id": START, "vision_end_token_id": END}
+
+
+def qwen2_5_vl() -> Any:
+    text = transformers.Qwen2_5_VLTextConfig(**TEXT, rope_parameters=MROPE)
+    vision = VISION | {"fullatt_block_indexes": [1], "window_size": 8}
+    return transformers.Qwen2_5_VLConfig(text_config=text.to_dict(), vision_config=vision, **TOKENS)
+
+
+def qwen3_vl() -> Any:
+    text = transformers.Qwen3VLTextConfig(**TEXT, rope_parameters=MROPE | {"mrope_interleaved": True})
+    vision = VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    return transformers.Qwen3VLConfig(text_config=text.to_dict(), vision_config=vision, **TOKENS)
+
+
+CONFIGURATIONS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Qwen2.5-VL": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration"),
+    "Qwen3-VL": (qwen3_vl, "Qwen3VLForConditionalGeneration"),
+}
+
+
+def image_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """A small random model of this family, with noise in the places that start at zero."""
+    make, kind = CONFIGURATIONS[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, kind)(make())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).train()
+
+
+def image(seed: int, height: int = 2, width: int = 2) -> dict[str, np.ndarray]:
+    """What a processor makes of an image of this many tokens: patches, and their grid."""
+    patches = height * width * MERGE**2
+    values = np.random.default_rng(seed).normal(size=(patches, 3 * PATCH**2)).astype(np.float32)
+    return {"pixel_values": values, "image_grid_thw": np.array([[1, MERGE * height, MERGE * width]])}
+
+
+def joined(*images: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a processor makes of several images."""
+    return {name: np.concatenate([one[name] for one in images]) for name in images[0]}
+
+
+def row(*parts: int | dict[str, np.ndarray], **facts: Any) -> tt.Trajectory:
+    """A row of tokens and images."""
+    ids: list[int] = []
+    images = [part for part in parts if isinstance(part, dict)]
+    for part in parts:
+        if isinstance(part, dict):
+            ids += [START, *[IMAGE] * (int(part["image_grid_thw"].prod()) // MERGE**2), END]
+        else:
+            ids.append(part)
+    given = {"images": joined(*images), "image_token": IMAGE} if images else {}
+    return tt.Trajectory(ids, **given, **facts)
+
+
+def plain_logits(model: nn.Module, one: tt.Trajectory) -> Tensor:
+    """The logits [L, V] of the model by itself, called as a processor's output of this row asks for."""
+    ids = torch.from_numpy(one.ids.astype(np.int64))[None]
+    given = {}
+    if one.images:
+        whole = joined(*(dict(each.inputs) for each in one.images))
+        given = {name: torch.from_numpy(x) for name, x in whole.items()} | {"mm_token_type_ids": (ids == IMAGE).long()}
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits[0]
+
+
+def plain_scores(model: nn.Module, rows: Sequence[tt.Trajectory], temperature: float = 1.0) -> list[Tensor]:
+    """Log-probabilities [L - 1] of every row by itself."""
+    found = []
+    for one in rows:
+        log_p = (plain_logits(model, one)[:-1] / temperature).log_softmax(-1)
+        found.append(log_p.gather(1, torch.from_numpy(one.ids[1:].astype(np.int64))[:, None])[:, 0])
+    return found
+
+
+def plain_gradients(
+    model: nn.Module, rows: Sequence[tt.Trajectory], loss: Callable[[list[Tensor]], Tensor], temperature: float = 1.0
+) -> tuple[float, Tensor]:
+    """A loss of the rows' scores by themselves, and its gradient."""
+    total = loss(plain_scores(model, rows, temperature))
+    return float(total.detach()), linear.gradients(model, total)
