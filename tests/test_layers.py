@@ -105,7 +105,7 @@ def test_the_engine_knows_no_losses_and_losses_only_its_protocol():
 
 CORE = ("executor", "score", "loss_gradients", "model_passes", "own_model", "extension", "lm_head", "memory")
 OPTIONS = re.compile(
-    r"router|recurren|state_?cache|context.?parallel|tensor.?parallel|expert.?parallel|fsdp|shard|mixture"
+    r"router|recurren|state_?cache|context.?parallel|tensor.?parallel|expert.?parallel|fsdp|shard|mixture|image"
 )
 
 

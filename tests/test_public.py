@@ -57,7 +57,7 @@ SIGNATURES = {
     "Trajectory": (
         "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, rollout_logprobs=None, "
         "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, "
-        "key=None, episode=None, experts=None)"
+        "key=None, episode=None, experts=None, images=None, image_token=None)"
     ),
     "from_messages": (
         "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
@@ -86,7 +86,9 @@ METHODS = {
     "Packed.split": "(self, per_prediction)",
     "Packed.forward_backward": "(self, loss_of, budget=None)",
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
-    "TreeEngine.score": ("(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None)"),
+    "TreeEngine.score": (
+        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, images=None)"
+    ),
     "Scored.backward": "(self, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",
     "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False, mask=None)",

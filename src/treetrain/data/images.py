@@ -80,7 +80,9 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def image_runs(ids: Int32[np.ndarray, " L"], image_token: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+def image_runs(
+    ids: Int32[np.ndarray, " L"], image_token: int
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
     """Where each image of a row begins and ends: the maximal runs of its placeholder token."""
     of_image: Bool[np.ndarray, " L"] = ids == image_token
     edges = np.diff(of_image.astype(np.int8), prepend=0, append=0)

@@ -513,6 +513,7 @@ class TreeEngine:
         rewards: bool = False,
         statistics: bool = False,
         mask: Sequence[Any] | None = None,
+        images: Sequence[Any] | None = None,
     ) -> "Scored":
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
 
@@ -528,11 +529,18 @@ class TreeEngine:
             statistics: also give statistics for logs, without gradient: is_top1, mean_logits, log_sum_sq_probs.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
                 no gradient. None computes all.
+            images: for each row what the model's processor made of its images, such as ``{"pixel_values": ...,
+                "image_grid_thw": ...}``, or None; the same as ``images`` of `Trajectory`.
 
         Raises:
-            DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape.
+            DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape,
+                images that do not fit their rows.
             UnsupportedModel: see the class; values or rewards of a model that has no head for them.
         """
+        if images is not None:
+            from treetrain.models.images import with_images
+
+            rows = with_images(self.model, rows, images)
         return self._scored(
             "TreeEngine.score",
             rows,

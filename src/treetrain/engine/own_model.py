@@ -162,9 +162,9 @@ def pack(
         device: where the tensors are made.
 
     Raises:
-        DataError: invalid rows, or a mask whose number or lengths of rows do not fit.
+        DataError: invalid rows, rows with images, or a mask whose number or lengths of rows do not fit.
     """
-    tree = as_tree(rows)
+    tree = as_tree(rows, ids_alone=True)
     batch = Batch.of(tree, weighted=False, mask=predictions_of(tree, mask))
     return Packed(batch, torch.device(device))
 

@@ -21,6 +21,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.capability import causal_lm, model_device
 from treetrain.models.tree_mode import replaced
+from treetrain.tree.build import Row
 from treetrain.tree.token_tree import TokenTree
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -37,14 +38,14 @@ class ImageFeatures(NamedTuple):
     """Whether the model's own function returns the first kind as one tensor, and not as one for each image."""
 
 
-def image_encoder(model: nn.Module) -> nn.Module | None:
+def image_encoder(model: nn.Module) -> Any:
     """The module with ``get_image_features`` and the language model; None for a model of text."""
     inner = getattr(causal_lm(model), "model", None)
     has_both = hasattr(inner, "get_image_features") and hasattr(inner, "language_model")
     return inner if has_both else None
 
 
-def encoder_modules(inner: nn.Module) -> list[nn.Module]:
+def encoder_modules(inner: Any) -> list[nn.Module]:
     """The modules that make features of images: all but the language model."""
     return [child for child in inner.children() if child is not inner.language_model]
 
@@ -57,9 +58,9 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
         DataError: images that this model cannot read, or that do not fit their tokens.
     """
     images, inner, lm = tree.images, image_encoder(model), causal_lm(model)
+    config: Any = lm.config
     if images is None:
         return
-    config: Any = lm.config
     if inner is None or config.model_type not in FAMILIES:
         raise UnsupportedModel(
             f"rows with images on {type(lm).__name__} ({config.model_type}) are not known to be exact on a tree; they "
@@ -87,6 +88,27 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
             )
 
 
+def with_images(model: nn.Module, rows: Sequence[Row] | TokenTree, images: Sequence[Any]) -> list[Trajectory]:
+    """The rows with their images.
+
+    Args:
+        images: for each row the processor's output, with the images of this row alone, or None.
+
+    Raises:
+        DataError: a tree in the place of rows, a different number of rows, or images that do not fit their row.
+    """
+    if isinstance(rows, TokenTree):
+        raise DataError("images are given beside a tree, which has merged its rows; give the rows themselves")
+    token = getattr(causal_lm(model).config, "image_token_id", None)
+    if len(images) != len(rows):
+        raise DataError(f"images has {len(images)} entries, the batch {len(rows)} rows; give one for each, or None")
+    found = []
+    for row, own in zip(rows, images):
+        whole = row if isinstance(row, Trajectory) else Trajectory(row)
+        found.append(whole if own is None else whole.replace(images=own, image_token=token))
+    return found
+
+
 def image_inputs(row: Trajectory, model: nn.Module) -> dict[str, Tensor]:
     """The keyword arguments by which the model's plain forward reads the images of one row; empty for text."""
     if not row.images:
@@ -96,7 +118,7 @@ def image_inputs(row: Trajectory, model: nn.Module) -> dict[str, Tensor]:
     return {TOKEN_TYPES: types} | _joined(row.images, device)
 
 
-def encode_images(inner: nn.Module, images: Sequence[Image], device: torch.device) -> ImageFeatures:
+def encode_images(inner: Any, images: Sequence[Image], device: torch.device) -> ImageFeatures:
     """The features of some images, in one call of the encoder."""
     output = inner.get_image_features(**_joined(images, device), return_dict=True)
     deep = getattr(output, "deepstack_features", None) or []
@@ -115,7 +137,7 @@ def _rows(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "F hidden"]:
 
 
 @contextmanager
-def own_attention(inner: nn.Module, implementations: dict[int, str]) -> Iterator[None]:
+def own_attention(inner: Any, implementations: dict[int, str]) -> Iterator[None]:
     """Within the block, which is in tree mode, the encoder's attention is its own: backward may run its layers again.
 
     Args:
@@ -128,18 +150,18 @@ def own_attention(inner: nn.Module, implementations: dict[int, str]) -> Iterator
         yield
 
 
-def attention_of(inner: nn.Module) -> dict[int, str]:
+def attention_of(inner: Any) -> dict[int, str]:
     """The attention implementations of the encoder's configurations, by their identity."""
     return {id(config): config._attn_implementation_internal for config in _configs(inner)}
 
 
-def _configs(inner: nn.Module) -> list[Any]:
+def _configs(inner: Any) -> list[Any]:
     found = [getattr(module, "config", None) for part in encoder_modules(inner) for module in part.modules()]
     return [config for config in found if hasattr(config, "_attn_implementation_internal")]
 
 
 @contextmanager
-def features_given(inner: nn.Module, take: Callable[[], ImageFeatures]) -> Iterator[None]:
+def features_given(inner: Any, take: Callable[[], ImageFeatures]) -> Iterator[None]:
     """Within the block the model's forward takes the features of the tokens of a pass from `take`."""
 
     def get_image_features(*_args: Any, **_kwargs: Any) -> SimpleNamespace:
@@ -152,7 +174,7 @@ def features_given(inner: nn.Module, take: Callable[[], ImageFeatures]) -> Itera
         yield
 
 
-def path_positions(inner: nn.Module, tree: TokenTree) -> Int64[np.ndarray, "4 N"] | None:
+def path_positions(inner: Any, tree: TokenTree) -> Int64[np.ndarray, "4 N"] | None:
     """The positions of a tree's tokens on their paths: the place in the row, and the three of rotary embeddings.
 
     Each row's are those of the model itself, so text after an image continues from the image's largest position. All

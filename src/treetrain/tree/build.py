@@ -100,9 +100,19 @@ def build_tree(
     )
 
 
-def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree:
-    """Build the tree of rows; a tree is returned unchanged."""
-    return rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
+def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True, ids_alone: bool = False) -> TokenTree:
+    """Build the tree of rows; a tree is returned unchanged.
+
+    Args:
+        ids_alone: the caller reads nothing but token ids, so rows with images are refused by a DataError.
+    """
+    tree = rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
+    if ids_alone and tree.images is not None:
+        raise DataError(
+            "the rows have images, which tt.pack does not hand to a model of your own; give rows of text, or a Hugging "
+            "Face model to tt.TreeEngine"
+        )
+    return tree
 
 
 def _check_rows(rows: Any) -> None:

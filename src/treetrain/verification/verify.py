@@ -26,6 +26,7 @@ from treetrain.errors import UnsupportedModel, expect
 from treetrain.kernel_checks import relative_error
 from treetrain.losses import sft
 from treetrain.models.capability import check_model, loaded, model_device
+from treetrain.models.images import image_inputs
 from treetrain.models.tree_mode import replaced
 from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row, as_tree
@@ -270,7 +271,7 @@ class PlainModel:
         ids, seen = self._ids(row), {}
         hook = self._head.register_forward_hook(lambda _, given, made: seen.update(hidden=given[0], made=made))
         try:
-            logits = self._model(input_ids=ids, use_cache=False).logits
+            logits = self._model(input_ids=ids, use_cache=False, **image_inputs(row, self._model)).logits
         finally:
             hook.remove()
         values = self._values(seen) if valued else None
@@ -330,5 +331,8 @@ class PlainModel:
         return experts.auxiliary * float(whole.loss)
 
     def _probabilities(self, row: Trajectory) -> Float[Tensor, "_ experts"]:
-        logits = self._model(input_ids=self._ids(row), use_cache=False, output_router_logits=True).router_logits
+        given = image_inputs(row, self._model)
+        logits = self._model(
+            input_ids=self._ids(row), use_cache=False, output_router_logits=True, **given
+        ).router_logits
         return torch.cat([layer.to(logits[0].device) for layer in logits]).softmax(-1)

@@ -10,7 +10,6 @@ Text after an image continues from the image's largest position, so positions ar
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,10 +53,11 @@ class Images(Extension):
         self._of_pass: ImageFeatures | None = None
 
     def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
-        if self._made is None:
+        trained = any(p.requires_grad for part in encoder_modules(self._inner) for p in part.parameters())
+        if self._made is None or (gradients and trained and not self._made.kinds[0].requires_grad):
             self._attention = attention_of(self._inner)
-            trained = any(p.requires_grad for part in encoder_modules(self._inner) for p in part.parameters())
-            with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+            # A backward may follow that begins another run: a score's, or that of a try after memory ran out.
+            with torch.set_grad_enabled(trained and (gradients or torch.is_grad_enabled())):
                 self._made = encode_images(self._inner, self._images.distinct, self._device)
         self._leaves = []
         for kind in self._made.kinds:
@@ -70,7 +70,9 @@ class Images(Extension):
             yield
             if backward and self._made is not None:
                 made, self._made = self._made, None
-                pairs = [(x, leaf.grad.to(x.dtype)) for x, leaf in zip(made.kinds, self._leaves) if leaf.grad is not None]
+                pairs = [
+                    (x, leaf.grad.to(x.dtype)) for x, leaf in zip(made.kinds, self._leaves) if leaf.grad is not None
+                ]
                 if pairs:
                     with torch.autocast(self._device.type, enabled=False):
                         torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
