@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from trainer_runs import BUILDERS, difference, train
+import trainer_runs
+from test_token_logprobs import reads_logits, takes_logprobs
+from trainer_runs import BUILDERS, Difference, build_plain, difference, train
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from support.processes import Processes
 from treetrain.engine.model_passes import ModelPasses
+from treetrain.engine.score import Scored
 from treetrain.trainers import zero_processes
 from treetrain.trainers.zero_processes import check_zero
 
@@ -23,6 +27,9 @@ deepspeed = pytest.importorskip("deepspeed", reason=REASON)
 AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 SMALL = {"stage3_param_persistence_threshold": 0}
 """Small weights are partitioned too."""
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
+"""AdamW at a usual rate. At 1e-2 it makes float32's rounding grow 5,000 times in 20 steps, in plain training too: see
+`test_adam_at_a_high_rate_is_as_far_from_itself`."""
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
 
@@ -79,7 +86,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         "plain",
         1,
         {},
-        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "adamw_torch"},
+        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **ADAM},
     ),
     "plain, one rank without labels": (
         "plain",
@@ -95,7 +102,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "sft": ("sft", 1, {}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
     "sft lora": ("sft", 2, {}, {"lora": True, "per_device_train_batch_size": 4, "max_grad_norm": 0.1}),
-    "sft offload": ("sft", 2, OFFLOAD, {"optim": "adamw_torch", "gradient_accumulation_steps": 2}),
+    "sft offload": ("sft", 2, OFFLOAD, {"gradient_accumulation_steps": 2, **ADAM}),
     "dpo": ("dpo", 2, {}, {"per_device_train_batch_size": 4}),
     "dpo lora": ("dpo", 1, {}, {"lora": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
     "grpo": ("grpo", 2, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
@@ -107,7 +114,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         "plain",
         3,
         {},
-        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "adamw_torch"},
+        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **ADAM},
     ),
     "plain, partitioned, one rank without labels": (
         "plain",
@@ -122,7 +129,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         "sft",
         3,
         OFFLOAD | {"zero_optimization": OFFLOAD["zero_optimization"] | {"offload_param": {"device": "cpu"}}},
-        {"optim": "adamw_torch", "gradient_accumulation_steps": 2, "budget": 40},
+        {"gradient_accumulation_steps": 2, "budget": 40, **ADAM},
     ),
     "dpo, partitioned": ("dpo", 3, {}, {"per_device_train_batch_size": 4}),
     "dpo lora, partitioned": ("dpo", 3, {}, {"lora": True, "per_device_train_batch_size": 4, "budget": 40}),
@@ -166,6 +173,35 @@ def test_four_processes_are_the_same_after_twenty_steps(run_on_ranks, tmp_path, 
     record_property("errors", check(run_on_ranks, "plain", tmp_path, 20, size=4))
 
 
+def build_reordered(order: Callable[[list[Any]], list[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Build a Trainer whose micro-batches have their rows in another order, which changes rounding alone."""
+    trainer = build_plain(*args, **kwargs)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: collate(order(rows))
+    return trainer
+
+
+def reordered(group: Any, folder: str, rate: float) -> list[Difference]:
+    """How far runs are from plain DeepSpeed: with shared prefixes, and plain with its rows in two other orders."""
+    settings, runs = {**CASES["plain, clipped, budget"][3], "learning_rate": rate}, []
+    for order in (list, lambda rows: rows[::-1], lambda rows: rows[1:] + rows[:1]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(BUILDERS, "plain", partial(build_reordered, order))
+            runs.append(run(group, "plain", folder, 20, 1, {}, False, **settings))
+    shared = run(group, "plain", folder, 20, 1, {}, True, **settings)
+    return [difference(each, runs[0]) for each in (shared, *runs[1:])]
+
+
+@pytest.mark.slow
+def test_adam_at_a_high_rate_is_as_far_from_itself(two: Processes, tmp_path, record_property):
+    for rate, least, most in ((1e-2, 1e-5, 1e-2), (1e-3, 0.0, 1e-6)):
+        for shared, *orders in two.run(reordered, str(tmp_path), rate, timeout=600):
+            record_property(f"metrics at {rate}", [shared.metrics, *(each.metrics for each in orders)])
+            itself = max(each.metrics for each in orders)
+            assert least <= itself <= most and shared.metrics <= 10 * itself
+            assert shared.weights <= 10 * max(each.weights for each in orders)
+
+
 def drop_a_part(patch: pytest.MonkeyPatch, rank: int) -> None:
     """On rank 0 the backward of every second part is left out."""
     plain, count = ModelPasses.backward, iter(range(10**6))
@@ -189,18 +225,43 @@ def skip_a_reduction(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(zero_processes, "reduce_once", reduce_once)
 
 
-MUTANTS = {"a part's gradient": drop_a_part, "a rank's reduction": skip_a_reduction}
+def leave_a_rank_out(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 1 has gradients of zero."""
+    plain = Scored.backward
+
+    def backward(scored: Scored, *, sync: bool = True) -> None:
+        if rank:
+            scored.zero_gradients()
+        plain(scored, sync=sync)
+
+    patch.setattr(Scored, "backward", backward)
+
+
+def reduce_the_last_part_alone(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """DeepSpeed does not add the gradients of a step's parts."""
+    patch.setattr(
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag", lambda _: None
+    )
+
+
+MUTANTS = {
+    "a part's gradient": (2, drop_a_part),
+    "a rank's reduction": (2, skip_a_reduction),
+    "a rank's gradient, partitioned": (3, leave_a_rank_out),
+    "all parts but the last, partitioned": (3, reduce_the_last_part_alone),
+}
 
 
 def broken(group: Any, mutant: str, folder: str) -> float:
     """The difference of the updates where something is left out."""
+    stage, change = MUTANTS[mutant]
     settings = {"budget": 40, "per_device_train_batch_size": 4}
-    plain = run(group, "plain", folder, 2, 2, {}, False, **settings)
+    plain = run(group, "plain", folder, 2, stage, {}, False, **settings)
     with pytest.MonkeyPatch.context() as patch:
-        MUTANTS[mutant](patch, dist.get_rank(group))
+        change(patch, dist.get_rank(group))
         # Without the comparison in the first step, which would see it.
         patch.setattr("treetrain.trainers.share_prefixes.PrefixSharing._check_first_step", lambda *_: None)
-        return difference(run(group, "plain", folder, 2, 2, {}, True, **settings), plain).updates
+        return difference(run(group, "plain", folder, 2, stage, {}, True, **settings), plain).updates
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -211,35 +272,62 @@ def test_a_gradient_that_is_left_out_is_seen(two: Processes, mutant, tmp_path):
 BF16 = {"bf16": {"enabled": True}}
 
 
-def rounded(group: Any, folder: str, config: dict[str, Any]) -> tuple[float, float]:
+def rounded(group: Any, folder: str, stage: int, config: dict[str, Any]) -> tuple[float, float]:
     """How far bfloat16 is from float32 after some steps, with shared prefixes and without."""
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch"}
-    exact = run(group, "plain", folder, 5, 2, {}, False, learning_rate=1e-3, **settings)
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **ADAM}
+    exact = run(group, "plain", folder, 5, stage, {}, False, **settings)
     errors = []
     for shared in (True, False):
-        found = run(group, "plain", folder, 5, 2, config, shared, learning_rate=1e-3, bf16=True, **settings)
+        found = run(group, "plain", folder, 5, stage, config, shared, bf16=True, **settings)
         errors.append(difference(found, exact).metrics)
     return errors[0], errors[1]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("accumulates", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["bf16", "fp32"])
-def test_bfloat16_is_as_near_to_float32_as_without(two: Processes, tmp_path, accumulates):
-    for ours, plain in two.run(rounded, str(tmp_path), BF16 | accumulates, timeout=400):
-        assert ours <= 1.5 * plain
+def test_bfloat16_is_as_near_to_float32_as_without(two: Processes, tmp_path, stage, accumulates):
+    for ours, plain in two.run(rounded, str(tmp_path), stage, BF16 | accumulates, timeout=400):
+        assert 0 < ours <= 1.5 * plain
 
 
-def resumed(group: Any, folder: str) -> float:
+def resumed(group: Any, folder: str, stage: int) -> float:
     """How far a run that stops and resumes from DeepSpeed's checkpoint is from one that does not stop."""
     settings = {"per_device_train_batch_size": 4, "optim": "adamw_torch", "seed": 3}
-    whole = run(group, "plain", folder, 4, 2, {}, True, **settings)
-    run(group, "plain", folder, 4, 2, {}, True, save_strategy="steps", save_steps=2, **settings)
-    rest = run(group, "plain", folder, 4, 2, {}, True, resume=Path(folder) / "checkpoint-2", **settings)
+    whole = run(group, "plain", folder, 4, stage, {}, True, **settings)
+    run(group, "plain", folder, 4, stage, {}, True, save_strategy="steps", save_steps=2, **settings)
+    rest = run(group, "plain", folder, 4, stage, {}, True, resume=Path(folder) / "checkpoint-2", **settings)
     weights = {name: (rest.weights[name] - x).abs().max().item() for name, x in whole.weights.items()}
     return max(weights.values())
 
 
-def test_a_checkpoint_of_deepspeed_is_resumed(two: Processes, tmp_path):
-    assert max(two.run(resumed, str(tmp_path), timeout=400)) == 0.0
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_deepspeed_is_resumed(two: Processes, tmp_path, stage):
+    assert max(two.run(resumed, str(tmp_path), stage, timeout=400)) == 0.0
+
+
+def own_loss(group: Any, folder: str, stage: int, settings: dict[str, Any]) -> list[Difference]:
+    """A loss of one's own on `tt.token_logprobs`, with and without shared prefixes: how far from one on logits."""
+    runs = []
+    for own, shared in ((takes_logprobs, True), (takes_logprobs, False), (reads_logits, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer_runs, "Trainer", own(trainer_runs.Trainer))
+            runs.append(run(group, "plain", folder, 2, stage, {}, shared, **settings))
+    return [difference(each, runs[2]) for each in runs[:2]]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"},
+        {"lora": True, "budget": 40, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    ],
+    ids=["one rank without labels", "lora budget"],
+)
+def test_a_loss_of_ones_own_is_the_same_as_from_logits(two: Processes, tmp_path, stage, settings):
+    for found in two.run(own_loss, str(tmp_path), stage, settings, timeout=400):
+        for each in found:
+            assert max(each.metrics, each.weights) <= 1e-5 and each.updates <= 1e-4, each
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ gradients: in ``.grad``. It costs no memory and is right in every use:
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -37,6 +37,7 @@ class DeferredGradient(Tensor):
 
     Args:
         parameter: its ``.grad`` becomes this; the gradient that it has now stays `beneath`.
+        waits_for: the scores whose gradients wait.
     """
 
     parameter: "weakref.ref[nn.Parameter]"
@@ -45,15 +46,16 @@ class DeferredGradient(Tensor):
     waits_for: "dict[Deferral, None]"
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter):
+    def __new__(cls, parameter: nn.Parameter, waits_for: "Iterable[Deferral]" = ()):
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         # Weak: autograd holds `.grad` where Python's garbage collector does not look.
-        made.parameter, made.beneath, made.waits_for = weakref.ref(parameter), parameter.grad, {}
+        made.parameter, made.beneath = weakref.ref(parameter), parameter.grad
+        made.waits_for = dict.fromkeys(waits_for)
         return made
 
-    def __init__(self, parameter: nn.Parameter):
+    def __init__(self, parameter: nn.Parameter, waits_for: "Iterable[Deferral]" = ()):
         pass
 
     def settle(self) -> None:
@@ -184,7 +186,8 @@ class Deferral:
             for p, gradient in found:
                 gradient.beneath = p.grad
                 if gradient.waits_for:
-                    p.grad = gradient
+                    # Passes may gather and release weights, and a released one has no shape of its own.
+                    p.grad = gradient if gradient.shape == p.shape else DeferredGradient(p, gradient.waits_for)
 
 
 @cache

@@ -8,7 +8,8 @@ As under FSDP2, every pass is a collective call, so all ranks follow one common 
   hook that does the same is on while parts run. Hooks of users would see parts, so they are refused.
 - A module's weights are released when as many inputs have had their gradients as its last forward had. With several
   forwards before the first backward, the next backwards would find this number used up and release nothing until their
-  end; so it is set again before every backward.
+  end; so it is set again before every backward. Afterwards it is what it was: other trees may have been scored, and
+  compare the model's state.
 """
 
 from collections.abc import Iterator
@@ -46,6 +47,9 @@ class Partitioned(Sharded):
     @contextmanager
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
         with ExitStack() as stack:
+            for module in self._model.modules():
+                if (count := vars(module).get(_INPUTS)) is not None:
+                    stack.callback(setattr, module, _INPUTS, count)
             if graph and backward and self._zero is not None:
                 reduce = self._zero.optimizer.reduce_ready_partitions_and_remove_grads
                 for p in self._model.parameters():
