@@ -33,9 +33,8 @@ from treetrain.planning.devices import DEVICES
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.simulate import state_bytes
 from treetrain.simulation.splits import Split
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 from workloads import DATA, tokenizer
 
 RANKS, BUDGETS = (2, 4, 8, 64), (None, 8_192, 16_384, 32_768)

@@ -21,9 +21,8 @@ import rows as result_rows
 import treetrain as tt
 from planning import PRICES, batches
 from treetrain.planning.balance import PASS_TOKENS, dispatch
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 from workloads import DATA, _codet_rows, tokenizer
 
 RANKS = (2, 4, 8, 16, 64)

@@ -58,9 +58,9 @@ from treetrain.softmax_attention.attention import ENVIRONMENT as ATTENTION
 from treetrain.softmax_attention.attention import AttentionTree, runnable
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import AttentionRange, pack
 from treetrain.tree.stats import ideal_speedup, linear_work, tree_work
+from treetrain.tree.token_tree import build_tree
 
 MINUTES = {"A": 4.0, "B": 9.0, "C": 9.0}
 CUDA = torch.cuda.is_available()

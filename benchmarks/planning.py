@@ -18,8 +18,8 @@ from tree_build import rollouts
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.make import make_plan
 from treetrain.planning.plan import heights
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+from treetrain.tree.token_tree import build_tree
 from workloads import DATA, VOCAB, WORKLOADS, load_workload
 
 REPEATS = 5

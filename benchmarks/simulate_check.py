@@ -28,7 +28,7 @@ from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import DEVICES, Device
 from treetrain.simulation.simulate import OPTIMISER_BYTES, Simulation, simulate
 from treetrain.simulation.splits import Split
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 from workloads import DATA, VOCAB, load_workload
 
 TASK = "tau_airline_calls"

@@ -12,9 +12,8 @@ import tracemalloc
 import numpy as np
 
 import rows as result_rows
-from treetrain.tree.build import build_tree
 from treetrain.tree.stats import tree_stats
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 REPEATS = 7
 GROUP = 16

@@ -15,7 +15,7 @@ _PUBLIC = {
     "from_messages": "treetrain.data.load",
     "load": "treetrain.data.load",
     "TokenTree": "treetrain.tree.token_tree",
-    "build_tree": "treetrain.tree.build",
+    "build_tree": "treetrain.tree.token_tree",
     "ModelShape": "treetrain.planning.cost",
     "CostModel": "treetrain.planning.cost",
     "Plan": "treetrain.planning.plan",
@@ -137,8 +137,8 @@ if TYPE_CHECKING:
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.token_logprobs import token_logprobs as token_logprobs
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
-    from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.token_tree import TokenTree as TokenTree
+    from treetrain.tree.token_tree import build_tree as build_tree
     from treetrain.verification.verify import verify as verify
 
 

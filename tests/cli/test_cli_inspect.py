@@ -14,8 +14,8 @@ from treetrain.models.loading import load_tokenizer
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import Device
 from treetrain.planning.make import make_plan
-from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_stats
+from treetrain.tree.token_tree import build_tree
 
 
 def unique_by_brute_force(rows: list[list[int]]) -> int:

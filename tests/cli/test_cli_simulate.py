@@ -13,7 +13,7 @@ from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import DEVICES
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import splits_of
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 
 def test_the_figures_are_those_of_the_function_the_fastest_split_first(treetrain, token_file) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from treetrain.data import columns as module
 from treetrain.data.columns import prefix_order
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 rows_of_files = st.lists(
     st.builds(

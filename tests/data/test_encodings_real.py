@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treetrain.data.load import from_messages
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 
 def as_blocks(messages):

@@ -20,8 +20,8 @@ from treetrain.planning.devices import Device
 from treetrain.simulation.rank_plans import RankPlans, plan_ranks
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import Split
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+from treetrain.tree.token_tree import build_tree
 
 
 class Moved(TorchDispatchMode):

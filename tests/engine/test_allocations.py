@@ -10,7 +10,7 @@ import treetrain as tt
 from support.models import make_model
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.testing.forests import bushy_rows
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 TOKENS = 4000
 VOCABULARY = 30_000

@@ -34,8 +34,8 @@ from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
 from treetrain.testing.forests import whole_pairs, with_random_facts
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, AttentionRange, pack
+from treetrain.tree.token_tree import build_tree
 
 META = torch.device("meta")
 

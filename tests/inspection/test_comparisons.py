@@ -8,8 +8,8 @@ import pytest
 from treetrain.data.trajectory import Trajectory
 from treetrain.inspection.report import Shape, inspect_rows, linear_flops, sharing_in_batches
 from treetrain.planning.cost import ModelShape
-from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_stats, tree_work
+from treetrain.tree.token_tree import build_tree
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 SHAPE = Shape(counts=COUNTS, name="qwen3-0.6b", assumed=False)

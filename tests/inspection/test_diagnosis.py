@@ -12,8 +12,8 @@ from treetrain.inspection.causes import CAUSES
 from treetrain.inspection.diagnosis import diagnose
 from treetrain.inspection.prepared import Prepared
 from treetrain.planning.cost import ModelShape
-from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_stats, tree_work
+from treetrain.tree.token_tree import build_tree
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 PAD, BOS, TURN, END, OPEN, CLOSE, SPACE, JOINED, NAME, QUOTE = range(10)

@@ -13,7 +13,7 @@ from treetrain.inspection.page import PAGE_BYTES, charts, write_page
 from treetrain.inspection.picture import KINDS, draw
 from treetrain.inspection.report import Shape, inspect_rows
 from treetrain.planning.cost import ModelShape
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 SHAPE = Shape(counts=ModelShape.named("qwen3-0.6b").counts(), name="qwen3-0.6b", assumed=False)
 

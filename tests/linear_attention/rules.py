@@ -11,8 +11,8 @@ from treetrain.linear_attention.reference import reference_gated_delta, referenc
 from treetrain.linear_attention.scans import Kernel
 from treetrain.linear_attention.tiles import TILE
 from treetrain.testing.forests import bushy_rows
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.token_tree import build_tree
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 3, 5
 

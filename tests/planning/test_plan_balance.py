@@ -9,9 +9,8 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import PASS_TOKENS, Balancer, Dispatch, cut_evenly, dispatch, range_costs
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.testing.forests import trajectories
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 PRICES = CostModel.from_shape(SHAPE)

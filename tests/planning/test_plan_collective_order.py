@@ -20,9 +20,8 @@ from treetrain.planning.make import make_plan
 from treetrain.planning.plan import Plan
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.testing.forests import trajectories
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 PRICES = CostModel.from_shape(SHAPE)

@@ -7,9 +7,9 @@ import pytest
 
 from treetrain.errors import UnsupportedModel
 from treetrain.planning.cost import ModelShape
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, AttentionRange
 from treetrain.tree.stats import ideal_speedup, linear_work, tree_stats, tree_work
+from treetrain.tree.token_tree import build_tree
 
 
 @pytest.mark.parametrize(

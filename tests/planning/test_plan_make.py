@@ -13,9 +13,9 @@ from treetrain.planning.make import PART_TOKENS, Bytes, make_plan, parse_budget
 from treetrain.planning.partition import partition
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.testing.forests import trajectories
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 from treetrain.tree.stats import tree_stats
+from treetrain.tree.token_tree import build_tree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 

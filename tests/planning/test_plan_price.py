@@ -12,8 +12,8 @@ from treetrain.planning.cost import CostModel, ModelShape, Speeds, head_chunk_ro
 from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS
 from treetrain.planning.plan import Plan
 from treetrain.testing.forests import forests
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack, pairs_at
+from treetrain.tree.token_tree import build_tree
 
 SHAPE = ModelShape(layers=3, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=5, vocab=50, tied=True)
 PRIMES = [n for n in range(2, 200) if all(n % d for d in range(2, n))]

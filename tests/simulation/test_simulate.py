@@ -10,7 +10,7 @@ from treetrain.planning.make import make_plan
 from treetrain.simulation.simulate import Refused, Simulation, links_of, share_of, simulate, state_bytes
 from treetrain.simulation.splits import Split, splits_of
 from treetrain.simulation.verdict import verdict
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 COUNTS = SHAPE.counts()

@@ -16,8 +16,8 @@ from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec,
 from treetrain.softmax_attention.tile_lists import keys_of
 from treetrain.testing.forests import bushy_rows
 from treetrain.testing.linear import relative_error
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, AttentionRange, cut, pack
+from treetrain.tree.token_tree import build_tree
 
 CPU = torch.device("cpu")
 

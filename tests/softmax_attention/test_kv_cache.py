@@ -16,8 +16,8 @@ from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error, rms
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.token_tree import build_tree
 
 SCALE = 0.4
 LAYERS = 2

@@ -122,8 +122,8 @@ def test_twenty_thousand_nested_forks_are_scheduled_in_seconds_without_recursion
 
 
 def test_a_layout_and_its_forest_agree():
-    from treetrain.tree.build import build_tree
     from treetrain.tree.layout import pack
+    from treetrain.tree.token_tree import build_tree
 
     rows = [[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 4, 6]]
     forest = Forest.of(pack(build_tree(rows)))

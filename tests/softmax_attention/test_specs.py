@@ -18,8 +18,8 @@ from treetrain.softmax_attention.reference import reference_attention, visible
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, local_schedule
 from treetrain.testing.forests import bushy_rows, forests, runs, seeded
 from treetrain.testing.linear import relative_error, rms
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, AttentionRange, PackedLayout, pack
+from treetrain.tree.token_tree import build_tree
 
 SCALE = 0.4
 NAMES = ("out", "dq", "dk", "dv", "dsinks")

@@ -44,12 +44,12 @@ from treetrain.softmax_attention.triton_attention import (  # noqa: E402
 )
 from treetrain.testing.forests import bushy_rows, forests, runs, seeded  # noqa: E402  # noqa: E402
 from treetrain.testing.linear import relative_error, rms  # noqa: E402
-from treetrain.tree.build import build_tree  # noqa: E402
 from treetrain.tree.layout import (  # noqa: E402
     AttentionRange,
     PackedLayout,
     pack,
 )
+from treetrain.tree.token_tree import build_tree  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SCALE = 0.4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from treetrain.engine import executor
 from treetrain.softmax_attention.kv_cache import Buffer
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 
 def unique_ids(rows: list[list[int]]) -> list[list[int]]:

@@ -11,8 +11,8 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.planning.partition import _Cutter
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.schedule import Forest
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.token_tree import build_tree
 
 
 def layout_of(rows) -> PackedLayout:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.trainers.groups import StepSampler, make_groups, sample_groups
-from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import build_tree
 
 
 def as_sets(groups) -> set[frozenset[int]]:

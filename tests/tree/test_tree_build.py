@@ -10,8 +10,7 @@ from trie_of_dicts import check_tree
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.tree import token_tree
-from treetrain.tree.build import build_tree
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
 KEYS = st.sampled_from([None, "a", "b"])

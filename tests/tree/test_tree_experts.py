@@ -6,7 +6,7 @@ from trie_of_dicts import check_tree
 
 import treetrain as tt
 from treetrain.errors import DataError
-from treetrain.tree import build
+from treetrain.tree import names
 
 
 def row(ids, first, **facts):
@@ -53,7 +53,7 @@ def test_a_collision_of_hashes_merges_nothing_that_differs(monkeypatch):
         def integers(self, low, high, size, dtype):
             return np.full(size, -1) // 2  # times 2 plus 1: factors of -1, under which (1, 0) and (0, 1) collide
 
-    monkeypatch.setattr(build.np.random, "default_rng", lambda seed: Zeros())
+    monkeypatch.setattr(names.np.random, "default_rng", lambda seed: Zeros())
     rows = [row([5, 6], [0, 1]), row([6, 5], [-1, 2]), row([4, 6], [1, 1])]
     tree = tt.build_tree(rows)
     for number, given in enumerate(rows):

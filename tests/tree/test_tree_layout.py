@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, flat_reads, pack
+from treetrain.tree.token_tree import build_tree
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=10)
 

@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL
 from treetrain.tree.stats import cheapest_rows, distinct_rows, linear_work, tree_stats, tree_work
+from treetrain.tree.token_tree import build_tree
 
 
 @st.composite

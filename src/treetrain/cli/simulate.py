@@ -49,8 +49,8 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.simulation.simulate import Simulation, simulate
     from treetrain.simulation.splits import splits_of
     from treetrain.simulation.verdict import verdict
-    from treetrain.tree.build import build_tree
     from treetrain.tree.stats import cheapest_rows
+    from treetrain.tree.token_tree import build_tree
 
     device = find_device(options.device)
     if options.node is not None:

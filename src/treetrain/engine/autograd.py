@@ -13,8 +13,7 @@ from treetrain.engine.deferred import gradients_of
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import Scored
 from treetrain.planning.make import Bytes
-from treetrain.tree.build import Row
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree
 
 
 def logprobs(

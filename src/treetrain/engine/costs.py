@@ -37,8 +37,8 @@ from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced, tree_attention
 from treetrain.planning.cost import WIDE, CostModel, ModelCounts
 from treetrain.planning.devices import Device
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, pack
+from treetrain.tree.token_tree import build_tree
 
 TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""

@@ -42,9 +42,8 @@ from treetrain.planning.cost import CostModel
 from treetrain.planning.make import PART_TOKENS, Bytes, parse_budget
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
-from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack, pack_states
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree, as_tree, build_tree
 
 if TYPE_CHECKING:
     from treetrain.engine.extensions.experts import RouterBalance

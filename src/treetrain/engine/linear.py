@@ -8,9 +8,8 @@ from torch import nn
 from treetrain.engine.engine import TreeEngine
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
-from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree, as_tree
 
 
 class LinearEngine(TreeEngine):

@@ -19,8 +19,8 @@ from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, replaced, tree_atte
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.schedule import Forest
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, Piece, pack
+from treetrain.tree.token_tree import build_tree
 
 
 def layout_arrays(layout: PackedLayout, *, score: bool) -> LayoutArrays:

@@ -23,9 +23,8 @@ from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.kv_cache import KVCacheView
 from treetrain.softmax_attention.schedule import Forest
-from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree, as_tree
 
 _NONE = np.zeros(0, np.int64)
 

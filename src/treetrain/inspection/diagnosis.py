@@ -24,9 +24,8 @@ from treetrain.inspection.differences import AROUND, SHOWN, Edit
 from treetrain.inspection.partners import Partners
 from treetrain.inspection.prepared import Place, Prepared
 from treetrain.planning.cost import ModelCounts
-from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 LEAST = 0.001
 """Share of the unique tokens and FLOPs, once the causes in front are repaired, that a reported cause costs."""

@@ -14,9 +14,8 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
-from treetrain.tree.build import build_tree
 from treetrain.tree.stats import TreeStats, cheapest_rows, ideal_speedup, linear_work, tree_stats
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 SAMPLED = 4_000_000
 """From this many flat tokens on, sharing in batches is estimated from a sample of batches."""

@@ -21,8 +21,8 @@ from treetrain.linear_attention.scans import (
     Scans,
     scanned,
 )
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+from treetrain.tree.token_tree import build_tree
 
 REFERENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     GATED_DELTA_KERNEL.rule: reference_gated_delta,

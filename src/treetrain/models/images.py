@@ -21,8 +21,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.capability import causal_lm, model_device
 from treetrain.models.tree_mode import replaced
-from treetrain.tree.build import Row
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """The model types whose images are computed on trees; tests prove each of them against its rows."""

@@ -27,8 +27,8 @@ from transformers.activations import ACT2FN
 
 from treetrain.errors import UnsupportedModel
 from treetrain.models.tree_mode import TreeRun, enclosing_runs, instance_of, replaced
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+from treetrain.tree.token_tree import build_tree
 
 if TYPE_CHECKING:
     from treetrain.linear_attention.paths import Paths

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.plan import Costs
-from treetrain.tree.build import Row, as_tree
-from treetrain.tree.token_tree import Int64s, TokenTree
+from treetrain.tree.token_tree import Int64s, Row, TokenTree, as_tree
 
 PASS_TOKENS = 8192
 """The fixed cost of a pass is spread over this many tokens, the size of a part if memory allows it."""

@@ -37,9 +37,8 @@ from treetrain.planning.balance import Balancer
 from treetrain.planning.make import within_bytes
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Bytes, Costs, Passes, Plan, Purpose, depth_first
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 Kind = Literal["prefill", "forward", "backward"]
 KINDS: dict[str, Kind] = {"P": "prefill", "F": "forward", "B": "backward"}

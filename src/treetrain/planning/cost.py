@@ -36,9 +36,8 @@ from numpy.typing import NDArray
 from treetrain.errors import UnsupportedModel, expect, nearest
 from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, SLACK, Collective, Device, Group
 from treetrain.planning.plan import Passes, Plan, heights
-from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import FULL, AttentionRange, Pairs, pairs_at
-from treetrain.tree.token_tree import Int64s, TokenTree
+from treetrain.tree.token_tree import Int64s, Row, TokenTree, as_tree
 
 if TYPE_CHECKING:
     from treetrain.tree.stats import TreeStats

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Bytes, Costs, Plan, heights
-from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree, as_tree
 
 _UNITS = {"b": 1} | {
     f"{letter}{ending}": base ** (power + 1)

@@ -7,8 +7,7 @@ from treetrain.planning.collective_order import candidates, choose, offers_of
 from treetrain.planning.cost import CostModel
 from treetrain.planning.make import make_plan, trained_layout
 from treetrain.planning.plan import Bytes, Plan
-from treetrain.tree.build import build_tree
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 
 class RankPlans(NamedTuple):

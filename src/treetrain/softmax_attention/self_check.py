@@ -20,8 +20,8 @@ from treetrain.kernel_checks import failure_of, relative_error
 from treetrain.softmax_attention.kv_cache import CachedAttention, KVCache, KVCacheView
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import AttentionRange, PackedLayout, cut, pack
+from treetrain.tree.token_tree import build_tree
 
 PATH = 70
 """Tokens of the path."""

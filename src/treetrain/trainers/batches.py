@@ -10,8 +10,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect
-from treetrain.tree.build import build_tree
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 IGNORED = -100
 """The label of tokens that are not predicted."""

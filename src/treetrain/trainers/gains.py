@@ -15,9 +15,8 @@ from treetrain.data.trajectory import common_prefix
 from treetrain.errors import DataError
 from treetrain.planning.cost import CostModel
 from treetrain.trainers.batches import rows_of
-from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 if TYPE_CHECKING:
     from treetrain.engine.score import Scored

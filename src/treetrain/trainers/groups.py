@@ -22,8 +22,8 @@ from treetrain.engine.costs import cost_if_countable
 from treetrain.errors import DataError, expect
 from treetrain.planning.balance import dispatch
 from treetrain.trainers.arguments import TreeArguments
-from treetrain.tree.build import as_tree
 from treetrain.tree.stats import linear_work, tree_work
+from treetrain.tree.token_tree import as_tree
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -60,7 +60,7 @@ from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.groups import Call, StepDataset, StepSampler, make_groups, step_loader
 from treetrain.trainers.relied_on import is_tested
 from treetrain.trainers.run_facts import facts_of_loss
-from treetrain.tree.build import as_tree
+from treetrain.tree.token_tree import as_tree
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -1,32 +1,33 @@
-"""The token tree: a batch of trajectories as one forest of tokens, stored as numpy arrays in pre-order."""
+"""The token tree: a batch of trajectories as one forest of tokens, stored as numpy arrays in pre-order.
 
-from collections.abc import Callable, Iterator, Sequence
+`build_tree` makes it from rows of token ids. Rows are sorted and compared with their neighbours: in sorted order, no
+earlier row shares a longer prefix with a row than its predecessor does, so one comparison finds the shared prefix. The
+rest of the row is one run of tokens, attached where the shared prefix ends. Then `assemble` lays out the runs.
+"""
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
 from numpy.typing import NDArray
 
-from treetrain.data.images import Image
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import MAX_TOKEN_ID, Trajectory, first_bool
+from treetrain.errors import DataError, quoted
+
+if TYPE_CHECKING:
+    from treetrain.tree.names import TreeImages
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+Row = Trajectory | Sequence[int] | NDArray[np.integer]
 
-
-class TreeImages(NamedTuple):
-    """The distinct images of a tree, and the tokens that stand for them."""
-
-    token: int
-    """The id of these tokens."""
-    distinct: Sequence[Image]
-    first: Int64[np.ndarray, " images_plus_1"]
-    """The features of image m are first[m] to first[m + 1], one for each of its tokens."""
-    feature: Int64[np.ndarray, " N"]
-    """The feature that each token of the tree stands for; -1 for text."""
+_BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache
+_THIN = 64  # with fewer pieces a Python loop is faster than a numpy call
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +62,7 @@ class TokenTree:
     """The K trajectories with their facts, None for a row given as ids only."""
     experts: Int16[np.ndarray, "N layers k"] | None = field(default=None, repr=False)
     """Recorded experts of each token, -1 where the router chooses; None if none were recorded."""
-    images: TreeImages | None = field(default=None, repr=False)
+    images: "TreeImages | None" = field(default=None, repr=False)
     """The images of the rows; None for text."""
 
     def __repr__(self) -> str:
@@ -185,7 +186,247 @@ def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64[
     return np.concatenate(pieces[::-1])
 
 
-# ---- laying out a tree
+def ranges(first: Int64s, count: Int64s) -> Int64s:
+    """Concatenate the ranges first[i], ..., first[i] + count[i] - 1: int64 [count.sum()]."""
+    before = np.cumsum(count) - count
+    return np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - before, count)
+
+
+# ---- merging rows
+
+
+def build_tree(
+    sequences: Sequence[Row], *, merge: bool = True, apart: Int64[np.ndarray, " K"] | None = None
+) -> TokenTree:
+    """Merge rows into one prefix forest: each shared prefix is stored once.
+
+    Args:
+        sequences: K rows, each a Trajectory or a list, 1-D integer array or tensor of token ids; duplicates, rows
+            that are prefixes of other rows, empty rows and rows of one token are allowed.
+            Trajectories with different `key` share no token; tokens with different recorded `experts`, or of different
+            images, are not merged.
+            One array [K, L] is refused, since padding would count as tokens: `from_padded` takes it with its mask.
+        merge: False keeps every row as a separate tree, as in the linear baseline.
+        apart: rows with different numbers (from 0) share no token.
+
+    Raises:
+        DataError: an id that is negative, above int32 or not an integer; recorded experts of different shapes. The
+            message names the row (from 0).
+
+    Children are ordered heaviest first: more leaves, then more tokens, then the smaller row number.
+    Time is about linear in the tokens of all rows (memcmp sort); memory is linear.
+    """
+    _check_rows(sequences)
+    rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
+    given = [row if isinstance(row, Trajectory) else None for row in rows]
+    flat, lengths = _token_ids(rows)
+    images = None
+    if any(row is not None and row.images for row in given):
+        from treetrain.tree.names import name_by_features
+
+        flat, images = name_by_features(given, flat, lengths)
+    # With recorded experts, rows are merged by one number for each distinct (id, experts) pair.
+    routed = any(row is not None and row.experts is not None for row in given)
+    named = None
+    if routed:
+        from treetrain.tree.names import name_by_experts
+
+        named = name_by_experts(given, flat, lengths)
+    blob = (flat if named is None else named[0]).tobytes()
+    del flat
+    stops = (4 * np.cumsum(lengths)).tolist()
+    blobs = [blob[start:stop] for start, stop in zip([0, *stops], stops)]
+    del blob
+    ranks = _key_ranks(given, apart)
+    order = np.arange(len(rows))
+    if merge:
+        # Byte order is not numeric order, but any order that keeps equal prefixes adjacent works.
+        order = np.array(sorted(range(len(blobs)), key=blobs.__getitem__), np.int64)
+        order = order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
+    flat = np.frombuffer(b"".join(map(blobs.__getitem__, order.tolist())), np.int32)
+    del blobs
+
+    length = lengths[order]
+    start = np.cumsum(length) - length
+    shared = np.zeros(len(rows), np.int64)
+    if merge:
+        shared = shared_prefixes(flat, length)
+        if ranks is not None:
+            shared[np.flatnonzero(np.diff(ranks[order], prepend=-1))] = 0
+    attach = _attach_points(start, shared)
+    adds = length > shared
+    last = np.empty(len(rows), np.int64)
+    last[order] = np.where(adds, start + length - 1, attach)
+    arrays, moved = assemble(flat, (start + shared)[adds], (length - shared)[adds], attach[adds], last)
+    experts = None
+    if named is not None:
+        _, ids, experts_of = named
+        arrays, experts = arrays._replace(tokens=ids[arrays.tokens]), experts_of[arrays.tokens]
+    if images is not None:
+        named_tokens = arrays.tokens
+        arrays = arrays._replace(tokens=np.where(named_tokens < 0, np.int32(images.token), named_tokens))
+        images = images._replace(feature=np.where(named_tokens < 0, -1 - named_tokens.astype(np.int64), -1))
+    return TokenTree(
+        **arrays._asdict(),
+        trajectory_last=moved(last),
+        trajectory_length=lengths,
+        rows=given,
+        experts=experts,
+        images=images,
+    )
+
+
+def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True, ids_alone: bool = False) -> TokenTree:
+    """Build the tree of rows; a tree is returned unchanged.
+
+    Args:
+        ids_alone: the caller reads nothing but token ids, so rows with images are refused by a DataError.
+    """
+    tree = rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
+    if ids_alone and tree.images is not None:
+        raise DataError(
+            "the rows have images, which tt.pack does not hand to a model of your own; give rows of text, or a Hugging "
+            "Face model to tt.TreeEngine"
+        )
+    return tree
+
+
+def _check_rows(rows: Any) -> None:
+    """Raise DataError or TypeError unless this is a sequence of rows."""
+    if not hasattr(rows, "__iter__"):
+        shown = f"{quoted(rows)}, " if isinstance(rows, int | float) else ""
+        raise TypeError(
+            f"rows is {shown}a {type(rows).__name__}; give a list of rows, each a Trajectory or a list of token ids"
+        )
+    if isinstance(rows, Mapping | str):
+        raise DataError(
+            f"rows are given as one {type(rows).__name__}; give a list of rows, each a list of token ids, or "
+            "tt.from_padded(batch['input_ids'], batch['attention_mask']) for a padded batch"
+        )
+    if getattr(rows, "ndim", 1) > 1:
+        raise DataError(
+            f"rows are given as one array {list(rows.shape)}: if it is padded, its padding would count as tokens. Give "
+            "tt.from_padded(input_ids, attention_mask), or list(rows) if every entry is a token of its row"
+        )
+
+
+def _token_ids(rows: Sequence[Row]) -> tuple[Int32s, Int64s]:
+    """Concatenate the rows, int32 [flat]; also return their lengths, int64 [K]."""
+    if set(map(type, rows)) == {list} and (joined := _joined_lists(rows)) is not None:
+        return joined, np.fromiter(map(len, rows), np.int64, len(rows))
+    arrays = [row.ids if isinstance(row, Trajectory) else _as_array(number, row) for number, row in enumerate(rows)]
+    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+    narrow = {ids.dtype for ids in arrays} <= {np.dtype(np.int32)}
+    # Ids beyond int64 wrap to negative numbers, which are rejected below.
+    flat = np.concatenate([np.zeros(0, np.int32), *arrays], dtype=np.int32 if narrow else np.int64, casting="unsafe")
+    if flat.min(initial=0) < 0 or (not narrow and flat.max(initial=0) > MAX_TOKEN_ID):
+        at = int(np.flatnonzero((flat < 0) | (flat > MAX_TOKEN_ID))[0])
+        row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        raise DataError(_bad_id(row, int(arrays[row][at - int(lengths[:row].sum())])))
+    return flat.astype(np.int32, copy=False), lengths
+
+
+def _joined_lists(rows: Sequence[Any]) -> Int32s | None:
+    """Concatenate lists of ids without an array for each (twice as fast); None if any entry is not a token id."""
+    joined = array("i")
+    try:
+        for row in rows:
+            joined.fromlist(row)
+    except (OverflowError, TypeError):
+        return None
+    flat = np.frombuffer(joined, np.int32)
+    if flat.min(initial=0) < 0:
+        return None
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    low, ends = np.flatnonzero(flat < 2), np.cumsum(lengths)
+    in_row = np.searchsorted(ends, low, side="right")
+    places = zip(in_row.tolist(), (low - (ends - lengths)[in_row]).tolist())
+    return None if any(isinstance(rows[row][at], bool) for row, at in places) else flat  # true would be 1
+
+
+def _as_array(number: int, row: Any) -> NDArray[Any]:
+    if isinstance(row, list | tuple):
+        try:
+            ids = np.frombuffer(array("i", row), np.int32)
+        except (OverflowError, TypeError):
+            bad = next(i for i in row if not (hasattr(i, "__index__") and 0 <= i <= MAX_TOKEN_ID))
+            raise DataError(_bad_id(number, bad)) from None
+        if (at := first_bool(row, ids)) is not None:
+            raise DataError(_bad_id(number, row[at]))
+        return ids
+    ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may be on another device
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise DataError(
+            f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of {ids.dtype} (a "
+            f"{type(row).__name__}); pass a list of rows, each a list of token ids or a Trajectory"
+        )
+    return ids
+
+
+def _bad_id(number: int, token: object) -> str:
+    return (
+        f"row {number}: token id {quoted(token)} is no whole number from 0 to {MAX_TOKEN_ID}; pass one flat list of "
+        "ids per row, and check the tokenizer that wrote it"
+    )
+
+
+def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:
+    """Number the distinct pairs of key and `apart`, a number for each row; None if all rows may share tokens.
+
+    Rows given as ids alone have the key None.
+    """
+    numbers: dict[Hashable, int] = {}
+    keys = [numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows]
+    if len(numbers) < 2:
+        return apart
+    return np.array(keys, np.int64) + (0 if apart is None else apart * len(numbers))
+
+
+def shared_prefixes(flat: Int32[np.ndarray, " B"], length: Int64[np.ndarray, " K"]) -> Int64s:
+    """Number of leading tokens that each row shares with the row before it.
+
+    Args:
+        flat: the rows concatenated.
+    """
+    count = len(length)
+    shared = np.zeros(count, np.int64)
+    start = np.concatenate([[0], np.cumsum(length)])
+    row = 1
+    while row < count:
+        stop = max(int(np.searchsorted(start, start[row] + _BLOCK, side="right")) - 1, row + 1)
+        low, high = int(start[row]), int(start[stop])
+        here = np.arange(low, high, dtype=np.int64)
+        back = np.repeat(length[row - 1 : stop - 1], length[row:stop])
+        differs = flat[here] != flat[here - back]
+        # Past the end of a shorter previous row, the shifted position is in this row itself.
+        offset = here - np.repeat(start[row:stop], length[row:stop])
+        differs |= offset >= back
+        at = np.append(np.flatnonzero(differs) + low, high)
+        first = at[np.searchsorted(at, start[row:stop])] - start[row:stop]
+        shared[row:stop] = np.minimum(first, length[row:stop])
+        row = stop
+    return shared
+
+
+def _attach_points(start: Int64s, shared: Int64s) -> Int64s:
+    """Find the flat position that each row continues: where its last shared token was first stored; -1 for none.
+
+    Depth d of a row's path was added by the nearest earlier row that shares at most d tokens with its own
+    predecessor. This is a "previous smaller value" search, amortised constant per row.
+    """
+    values = shared.tolist()
+    smaller = [-1] * len(values)
+    for row, value in enumerate(values):
+        if value:
+            above = row - 1
+            while values[above] >= value:
+                above = smaller[above]
+            smaller[row] = above
+    owner = np.array(smaller, np.int64)
+    return np.where(owner >= 0, start[owner] + shared - 1, -1) if len(values) else owner
+
+
+# ---- laying out runs
 
 # Turn runs of tokens and their attach positions into a token tree's arrays: cut at forks, heaviest child first.
 #
@@ -199,8 +440,6 @@ def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64[
 #    heavier siblings. Depths are computed the same way, without the siblings.
 # 4. Tokens are copied piece by piece. A piece that is its parent's only child continues the parent's segment, so
 #    segments are maximal runs without a fork.
-
-_THIN = 64  # with fewer pieces a Python loop is faster than a numpy call
 
 
 class TreeArrays(NamedTuple):
@@ -360,9 +599,3 @@ def _lay_out(buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, toke
     before = before[opens]
     segment_parent = np.where(before >= 0, np.searchsorted(segment_start, before, side="right") - 1, -1)
     return TreeArrays(tokens, index, depths, end, segment_start, segment_parent)
-
-
-def ranges(first: Int64s, count: Int64s) -> Int64s:
-    """Concatenate the ranges first[i], ..., first[i] + count[i] - 1: int64 [count.sum()]."""
-    before = np.cumsum(count) - count
-    return np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - before, count)

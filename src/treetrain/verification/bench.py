@@ -31,10 +31,9 @@ from treetrain.models.capability import check_model, model_device
 from treetrain.planning.cost import CostModel, budget_share
 from treetrain.planning.make import Bytes
 from treetrain.planning.plan import Plan
-from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.stats import cheapest_rows, linear_work, tree_work
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree, as_tree, build_tree
 from treetrain.verification.verify import TreeReport
 
 PACK_TOKENS = {"cpu": (4096, 8192), "cuda": (8192, 32_768)}

@@ -29,8 +29,7 @@ from treetrain.models.capability import check_model, loaded, model_device
 from treetrain.models.images import image_inputs
 from treetrain.models.tree_mode import replaced
 from treetrain.planning.make import Bytes
-from treetrain.tree.build import Row, as_tree
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Row, TokenTree, as_tree
 from treetrain.verification.sketch import sketch_size, sketched
 
 T = TypeVar("T")

@@ -31,8 +31,8 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import TreeRun
 from treetrain.planning.partition import whole_trees
-from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+from treetrain.tree.token_tree import build_tree
 
 _ROWS = [[0, 1, 2], [0, 3, 4], [5, 6]]
 _TOKENS, _OTHER_ID = 7, 7
