@@ -155,3 +155,128 @@ def test_dumped_texts_get_no_end_that_they_do_not_have(bytes_tokenizer, trained,
     found = load(SAMPLES / name, tokenizer=bytes_tokenizer)
     assert trained(found) == ["the answer is 4"]
     assert any("ends without an end-of-text token" in note for note in found.notes)
+
+
+SAID = "the answer is 4<|im_end|>"
+CUT = "the answer is 4"
+BEDROCK = [{"text": "hm"}, {"toolUse": {"toolUseId": "c1", "name": "add", "input": {"a": 1}}}]
+
+
+def bedrock(content, reason):
+    return {"output": {"message": {"role": "assistant", "content": content}}, "stopReason": reason}
+
+
+def chosen(message, reason="stop"):
+    return {"choices": [{"index": 0, "message": message, "finish_reason": reason}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        # The answer stands beside the messages.
+        *[({"messages": SEEN, name: ANSWER["content"]}, SAID) for name in ("response", "output", "completion")],
+        ({"messages": [*SEEN, ANSWER, *PROMPT], "response": "4"}, "4<|im_end|>"),
+        ({"messages": SEEN, "output_message": ANSWER}, SAID),
+        ({"messages": SEEN, "original_response": json.dumps(chosen(ANSWER))}, SAID),  # LiteLLM's debug logs
+        ({"messages": {}, "response": chosen(ANSWER), "proxy_server_request": json.dumps({"messages": SEEN})}, SAID),
+        ({"reqPayload": {"messages": SEEN}, "respPayload": chosen(ANSWER)}, SAID),  # OpenPipe
+        ({"model_input_messages": SEEN, "model_output_message": ANSWER, "observations": "4"}, SAID),  # smolagents
+        # Bedrock: Converse, and its log of invocations.
+        ({"request": {"messages": SEEN}, "response": bedrock([{"text": CUT}], "max_tokens")}, CUT),
+        (
+            {
+                "input": {"inputBodyJson": {"messages": [{"role": "user", "content": [{"text": "hello"}]}]}},
+                "output": {"outputBodyJson": bedrock(BEDROCK, "tool_use")},
+            },
+            "hm" + TOOL_TEXT,
+        ),
+        # Every API has its own words for an answer that was cut off.
+        *[
+            ({"request": {"messages": SEEN}, "response": chosen(ANSWER, reason)}, CUT)
+            for reason in ("length", "model_length", "MAX_TOKENS", "content_filter", "SAFETY")
+        ],
+        # No chat template writes what the completions API is sent.
+        ({"prompt": "hello", "choices": [{"text": " there", "finish_reason": "stop"}]}, " there</s>"),
+        ({"prompt": "hello", "choices": [{"text": " there", "finish_reason": "length"}]}, " there"),
+        # Items of the responses API as messages, LlamaIndex' blocks, calls that LangChain could not parse.
+        ({"messages": PROMPT + ITEMS}, TOOL_TEXT + SAID),
+        (
+            {"messages": [*SEEN, {"role": "assistant", "blocks": [{"block_type": "text", "text": CUT}]}]},
+            TOOL_TEXT + SAID,
+        ),
+        (
+            {
+                "messages": [
+                    *PROMPT,
+                    {"type": "ai", "content": "hm", "invalid_tool_calls": [{"name": "add", "args": '{"a"', "id": "c"}]},
+                ]
+            },
+            'hm<tool_call>add"{\\"a\\""</tool_call><|im_end|>',
+        ),
+        # A harness wrote the calls that smolagents repeats in its prompts.
+        ({"messages": [*PROMPT, {"role": "tool-call", "content": "Calling"}, *PROMPT, ANSWER]}, SAID),
+    ],
+)
+def test_the_answer_is_found_where_recorders_put_it_and_ends_as_it_was_sampled(read, trained, record, expected):
+    assert trained(read(record)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"request": {"messages": SEEN}, "response": {"error_code": "BAD", "message": "no"}},
+            "'error_code', 'message'",
+        ),
+        ({"messages": SEEN, "response": "ModelResponse(id='x')"}, "the text of a Python object; log it as JSON"),
+        (
+            {"request": {"messages": [*PROMPT, ANSWER]}, "response": {"type": "message", "content": " now"}},
+            "continues the assistant message .* prefill",
+        ),
+        ({"messages": [{"role": "user", "text": "hello"}]}, "message 0 has no `content`, but 'text'; name the text"),
+    ],
+)
+def test_an_answer_that_nobody_sampled_so_is_refused(read, record, message):
+    with pytest.raises(DataError, match=message):
+        read(record)
+
+
+def test_a_bedrock_request_has_its_tools_and_its_system_prompt(bytes_tokenizer):
+    tool = {"toolSpec": {"name": "add", "description": "adds", "inputSchema": {"json": {"type": "object"}}}}
+    request = {"messages": PROMPT, "system": [{"text": "be brief"}], "toolConfig": {"tools": [tool]}}
+    options = {"tokenizer": bytes_tokenizer, "chat_template": "chatml"}
+    (row,) = from_messages([{"request": request, "response": bedrock(BEDROCK, "tool_use")}], **options).trajectories
+    schema = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+    said = [{"role": "system", "content": "be brief"}, *PROMPT, SEEN[1] | {"content": "hm"}]
+    (same,) = from_messages([{"messages": said, "tools": [schema], "train": "last"}], **options).trajectories
+    assert row.ids.tolist() == same.ids.tolist()
+
+
+def test_turns_of_the_assistant_that_no_request_asked_for_are_noted(read):
+    greeting = {"role": "assistant", "content": "hello there"}
+    (note,) = read({"messages": [greeting, *PROMPT, ANSWER]}).notes
+    assert note.startswith("a conversation begins with an assistant message, which is trained")
+    notes = read({"request": {"messages": [*PROMPT, greeting]}, "response": chosen(ANSWER)}).notes
+    assert any(note.startswith("a request ends with an assistant message") for note in notes)
+
+
+def test_parts_and_calls_of_openinference_are_one_message(read, trained):
+    content = {"message_content.type": "text", "message_content.text": "hm"}
+    call = {"tool_call.id": "c1", "tool_call.function.name": "add", "tool_call.function.arguments": '{"a": 1}'}
+    answer = {"message.role": "assistant", "message.contents": [content], "message.tool_calls": [call]}
+    attributes = {"openinference.span.kind": "LLM", "llm.output_messages": [answer]}
+    attributes["llm.input_messages"] = [{"message.role": "user", "message.contents": [content]}]
+    assert trained(read({"name": "call", "attributes": attributes})) == ["hm" + TOOL_TEXT]
+
+
+def test_calls_of_googles_adk_are_read_from_its_spans(read, trained):
+    request = {
+        "contents": [{"role": "user", "parts": [{"text": "hello"}]}],
+        "config": {"system_instruction": "be brief"},
+    }
+    parts = [{"text": "hm"}, {"function_call": {"id": "c1", "name": "add", "args": {"a": 1}}}]
+    response = {"content": {"role": "model", "parts": parts}, "finish_reason": "STOP"}
+    pair = {"llm_request": json.dumps(request), "llm_response": json.dumps(response)}
+    span = {f"gcp.vertex.agent.{name}": value for name, value in pair.items()}
+    found = read({"name": "call_llm", "attributes": {"gen_ai.request.model": "gemini"} | span})
+    assert trained(found) == ["hm" + TOOL_TEXT]

@@ -115,6 +115,12 @@ class ChatReader:
             # The template may read other keys, too.
             others = (name for name in unknown(message, MESSAGE_KEYS) if name not in renderer.source)
             notes.unused_keys(others, "message keys")
+        begins = next((message for message in messages if message["role"] != "system"), {})
+        if begins.get("role") == "assistant" and begins.get("weight", 1) and len(messages) > 1:
+            notes.add(
+                "a conversation begins with an assistant message, which is trained; where no model wrote it, give it "
+                "`weight: 0`"
+            )
         if not any(message["role"] == "assistant" for message in messages):
             notes.add("no assistant message, so nothing to train")
         if record.get("id") is None and facts["group"] is not None and record.get("trial") is not None:

@@ -31,15 +31,28 @@ ROLES = ("system", "user", "assistant", "tool")
 # Other names of the same roles. Templates know only the four above and skip others silently.
 ROLE_ALIASES = {"developer": "system", "human": "user", "gpt": "assistant", "ai": "assistant", "model": "assistant"}
 ROLE_ALIASES |= dict.fromkeys(("function", "observation", "tool_response"), "tool")
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+ROLE_ALIASES |= {"tool-call": "assistant", "tool-response": "user"}  # smolagents, as it sends them
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 TRAIN_KEYS = ("train", "trainable")
-FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "status")
-CUT = ("length", "max_tokens", "max_output_tokens", "incomplete")
+FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "stopReason", "done_reason", "status")
+CUT = ("length", "max_tokens", "max_output_tokens", "incomplete", "model_length", "model_context_window_exceeded")
+CUT += ("content_filter", "content-filter", "content_filtered", "guardrail_intervened", "safety", "recitation", "abort")
 """Finish reasons of answers that were cut off, in the words of several APIs."""
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", "cut"}
 MESSAGE_KEYS |= set(REASONING_KEYS)
 """Keys that are used whatever the template."""
-IGNORED_KEYS = (*FINISH_KEYS, "content", "parts", "tool_calls", "function_call", "refusal", "audio", "annotations")
+IGNORED_KEYS = (
+    *FINISH_KEYS,
+    "content",
+    "parts",
+    "blocks",
+    "tool_calls",
+    "function_call",
+    "refusal",
+    "audio",
+    "annotations",
+)
+CONTENT_KEYS = ("content", "parts", "blocks", "refusal")
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 REASONING_PARTS = ("thinking", "reasoning")
 CALL_PARTS = ("tool_use", "tool_call", "function_call")
@@ -141,8 +154,14 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
     cleaned = {name: value for name, value in message.items() if value is not None and name not in IGNORED_KEYS}
     if str(first_of(message, *FINISH_KEYS)).lower() in CUT:
         cleaned["cut"] = True
+    if role == "tool-call":  # the harness wrote it
+        cleaned["weight"] = 0
     cleaned["role"] = role = ROLE_ALIASES.get(role, role)
-    content = next((message[name] for name in ("content", "parts", "refusal") if message.get(name) is not None), "")
+    content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")
+    if message.keys().isdisjoint((*CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call")):
+        known = (*MESSAGE_KEYS, *FINISH_KEYS, "id", "type", "model")  # a table drops a `content` that is null
+        if others := [name for name in message if name not in known and isinstance(message[name], str | list)]:
+            raise DataError(f"{where} has no `content`, but {', '.join(map(quoted, others))}; name the text `content`")
     if not isinstance(content, str | list):
         raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of parts")
     texts: list[str] = []
@@ -198,6 +217,8 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
 
 def unwrapped(message: Record) -> dict[str, Any]:
     """A message in OpenAI's form where it is one of LangChain's, as objects or serialised; others as they are."""
+    if "role" not in message and isinstance(message.get("content"), Mapping):  # events of Google's ADK
+        message = message["content"]
     content = first_of(message, "kwargs", "data")
     content = content if isinstance(content, Mapping) and "role" not in message else message
     kind = content.get("type") or message.get("type")
@@ -206,7 +227,8 @@ def unwrapped(message: Record) -> dict[str, Any]:
     if "role" in content or not isinstance(kind, str) or kind not in LANGCHAIN_ROLES or "content" not in content:
         return dict(content if content.get("role") else message)
     made = {name: content[name] for name in ("content", "tool_call_id", "name") if content.get(name) is not None}
-    calls = content.get("tool_calls") or look_up(content, "additional_kwargs.tool_calls")
+    calls = content.get("tool_calls") or look_up(content, "additional_kwargs.tool_calls") or []
+    calls = [*calls, *(content.get("invalid_tool_calls") or ())]
     made |= {"role": LANGCHAIN_ROLES[kind]} | ({"tool_calls": calls} if calls else {})
     finish = tuple(f"response_metadata.{name}" for name in FINISH_KEYS)
     return made | picked(content, finish_reason=finish, reasoning_content="additional_kwargs.reasoning_content")
@@ -249,7 +271,7 @@ def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:
 
 
 def _kind_of(part: Any) -> Any:
-    return first_of(part, "type", "part_kind") if isinstance(part, Mapping) else None
+    return first_of(part, "type", "part_kind", "block_type") if isinstance(part, Mapping) else None
 
 
 def _result(value: Any, here: str, images: list[str] | None) -> str:
@@ -316,7 +338,9 @@ def clean_tools(tools: Any) -> Tools:
 
 
 def _clean_tool(tool: Record) -> dict[str, Any]:
+    tool = tool.get("toolSpec", tool)  # Bedrock's
     schema = first_of(tool, "input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema")
+    schema = first_path(schema, "json") or schema
     if "name" not in tool or "function" in tool or (schema is None and "parameters" not in tool):
         return dict(tool)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}

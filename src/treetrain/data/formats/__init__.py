@@ -75,7 +75,7 @@ FORMATS = (
     Format("weave", "op_name inputs", WEAVE),
     Format("opik", "type trace_id input feedback_scores", OPIK),
     Format("agents-sdk", "span_data", AGENTS_SDK),
-    Format("langfuse", "observations | type input output traceId | type input output trace_id", LANGFUSE),
+    Format("langfuse", "observations.0.type | type input output traceId | type input output trace_id", LANGFUSE),
     Format(
         "batch",
         "`custom_id` of a batch",

@@ -4,12 +4,13 @@
 we know. What is in the prompt is never trained; what is in an answer and is not known is an error.
 """
 
+import re
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
 from treetrain.data.formats.tokens import sampled_row
-from treetrain.data.messages import CALL_PARTS, REASONING_PARTS, ROLE_ALIASES, ROLES, TEXT_PARTS, unwrapped
+from treetrain.data.messages import CALL_PARTS, FINISH_KEYS, REASONING_PARTS, ROLE_ALIASES, ROLES, TEXT_PARTS, unwrapped
 from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, parsed, picked
 from treetrain.errors import DataError, quoted
 
@@ -19,9 +20,14 @@ PROMPTS = ("messages", "input", "contents", "prompt", "inputs")
 SYSTEMS = ("system", "instructions", "systemInstruction.parts", "system_instruction.parts")
 SYSTEMS += ("systemInstruction", "system_instruction", "config.system_instruction")
 TOOLS = ("tools", "functions", "config.tools", "optional_params.tools", "model_parameters.tools", "kwargs.tools")
+TOOLS += ("toolConfig.tools",)
 REQUEST_PATHS = ("request.body", "request_body", "body", "request", "responses_create_params")
-REQUEST_PATHS += ("input", "inputs", "kwargs")
-RESPONSE_PATHS = ("response.body", "response_body", "response", "output", "outputs", "completion")
+REQUEST_PATHS += ("input", "inputs", "kwargs", "proxy_server_request", "input.inputBodyJson", "reqPayload")
+REQUEST_PATHS += ("model_input_messages",)
+RESPONSE_PATHS = ("response.body", "response_body", "response", "output", "outputs", "completion", "output_message")
+RESPONSE_PATHS += ("output.outputBodyJson", "respPayload", "model_output_message", "original_response")
+TEXTS_AT = ("response", "output", "completion")
+REPR = re.compile(r"(Model|Generate|Chat|Parsed|AI|LLM)\w*\(\w+=|content=.* response_metadata=", re.DOTALL)
 ANSWERS = ("choices", "candidates", "generations", "output", "message", "messages", "content")
 SAID = ("content", "parts", "text", "tool_calls", "function_call", "refusal")
 PARTS = (*TEXT_PARTS, *CALL_PARTS, *REASONING_PARTS)
@@ -98,9 +104,13 @@ def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
     """
     given = _body(given, ("role", "kwargs", "choices", "candidates", "generations", "output"))
     if isinstance(given, str):
+        if REPR.match(given):
+            raise DataError(f"the response is {quoted(given)}, the text of a Python object; log it as JSON")
         return [[{"role": "assistant", "content": given}]]
     if isinstance(given, Mapping):
-        name = next((name for name in ANSWERS if given.get(name) is not None), None)
+        # An error has a text as `message`.
+        known = (name for name in ANSWERS if not isinstance(given.get(name), str) or name != "message")
+        name = next((name for name in known if given.get(name) is not None), None)
         if "role" in given or "kwargs" in given or name == "content" or (name is None and "text" in given):
             return [[_answer(given)]]
         if name is None:
@@ -139,7 +149,7 @@ def _answer(choice: Record) -> dict[str, Any]:
 
 def finished(message: Record, choice: Record) -> dict[str, Any]:
     """The message with the reason why it ended, which most APIs keep beside it."""
-    reason = first_path(choice, "finish_reason", "stop_reason", "finishReason", "done_reason", "status")
+    reason = first_path(choice, *FINISH_KEYS)
     reason = first_path(choice, "generation_info.finish_reason") if reason is None else reason
     return dict(message) | ({"finish_reason": reason} if isinstance(reason, str) and choice is not message else {})
 
@@ -186,6 +196,12 @@ def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
     return messages
 
 
+def with_items(messages: list[Any], notes: Notes) -> list[Any]:
+    """Messages; a list with items of the responses API is rewritten."""
+    some = any(look_up(one, "type") in ALL_ITEMS and "role" not in one for one in messages)
+    return items_to_messages(messages, notes) if some else messages
+
+
 def _unknown(number: int, kind: Any) -> DataError:
     return DataError(f"item {number} is of type {quoted(kind)}; known are {', '.join(ITEMS + RESULT_ITEMS)}")
 
@@ -205,7 +221,16 @@ def _keys(record: Record) -> str:
 
 def call_rows(known: Record, request: Any, response: Any, notes: Notes) -> list[Record]:
     """The rows of one LLM call: its prompt is context, and every choice of the response is a row that is trained."""
+    if texts := _completed_texts(request, response):
+        return [dict(known) | text for text in texts]
     (prompt, shared), answers = prompt_of(request, notes), answers_of(response, notes)
+    if prompt and look_up(prompt[-1], "role") in MODEL_ROLES:
+        if look_up(prompt[-1], "prefix") or look_up(response, "type") == "message":
+            raise DataError(
+                "the answer continues the assistant message at the end of its request (a prefill), and a chat template "
+                "writes them as two turns; take such calls out (--on_error skip)"
+            )
+        notes.add("a request ends with an assistant message; the answer is read as another turn after it")
     if not answers:
         notes.add("an LLM call without an answer is no row")
     rows: list[Record] = []
@@ -214,6 +239,16 @@ def call_rows(known: Record, request: Any, response: Any, notes: Notes) -> list[
         whole = {"messages": untrained(prompt) + answer} if several else {"messages": prompt + answer, "train": "last"}
         rows.append(shared | dict(known) | whole)
     return rows
+
+
+def _completed_texts(request: Any, response: Any) -> list[dict[str, Any]]:
+    """What the completions API answered to a text, which no chat template wrote; empty for other APIs."""
+    prompt, choices = look_up(request, "prompt"), look_up(response, "choices")
+    if not isinstance(prompt, str) or not isinstance(choices, list) or look_up(request, "messages") is not None:
+        return []
+    if not all(isinstance(look_up(choice, "text"), str) for choice in choices):
+        return []
+    return [{"prompt": prompt} | picked(one, completion="text", finish_reason="finish_reason") for one in choices]
 
 
 def request_of(record: Record) -> Any:
@@ -225,6 +260,12 @@ def request_of(record: Record) -> Any:
     return record
 
 
+def _asks(request: Any) -> bool:
+    """Whether a request is a list of messages that waits for an answer."""
+    messages = request if isinstance(request, list) else first_path(request, "messages", "contents")
+    return isinstance(messages, list) and look_up(messages[-1:], "0.role") not in (None, *MODEL_ROLES)
+
+
 def response_of(record: Record) -> Any:
     """The body of the response in a log record; None if there is none."""
     for path in RESPONSE_PATHS:
@@ -232,6 +273,8 @@ def response_of(record: Record) -> Any:
         if isinstance(body, Mapping) and any(name in body for name in ANSWERS):
             return body
         if path in ("output", "outputs", "response") and isinstance(body, list):
+            return body
+        if path in TEXTS_AT and isinstance(body, str) and _asks(request_of(record)):
             return body
     return record if "choices" in record or "candidates" in record else None
 
@@ -316,7 +359,7 @@ def read_chat(record: Record, notes: Notes) -> list[Record]:
     """Our own form: `messages`, OpenAI's or Anthropic's, with `system` and `tools` beside them; states of LangGraph."""
     path = next((path for path in MESSAGES_AT if isinstance(parsed(look_up(record, path)), list)), "messages")
     rest = {name: value for name, value in record.items() if name != path.split(".")[0]}
-    return [rest | {"messages": field(record, path, list)}]
+    return [rest | {"messages": with_items(field(record, path, list), notes)}]
 
 
 def read_sharegpt(record: Record, notes: Notes) -> list[Record]:

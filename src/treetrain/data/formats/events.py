@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from treetrain.data.formats.conversations import items_to_messages
+from treetrain.data.formats.conversations import items_to_messages, with_items
 from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, picked
 from treetrain.errors import DataError, quoted
 
@@ -231,4 +231,4 @@ def read_messages(record: Record, notes: Notes) -> list[Record]:
             notes.add("a line of type 'turn_ended' is no message and not in the row")
         else:
             messages.append(one)
-    return [{"messages": messages}]
+    return [{"messages": with_items(messages, notes)}]

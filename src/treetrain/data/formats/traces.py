@@ -36,6 +36,7 @@ CONVENTIONS = (
     ("request_data", "response_data", "request_data.tools"),  # Logfire
     ("ai.prompt.messages", "ai.response", "ai.prompt.tools"),  # Vercel's AI SDK
     ("events", "events", "model_request_parameters.function_tools"),  # pydantic-ai
+    ("gcp.vertex.agent.llm_request", "gcp.vertex.agent.llm_response", ""),  # Google's ADK
 )
 # Attributes that say what a span is, and their values for LLM calls.
 SPAN_KINDS = {
@@ -201,6 +202,8 @@ def _schema(tool: Any) -> Any:
 def _message(entry: Any) -> Any:
     """A message of OpenInference or OpenLLMetry in OpenAI's form; others as they are."""
     message = look_up(entry, "message") or entry
+    if isinstance(message, list):  # LangChain: a batch of one
+        return message
     if not isinstance(message, Mapping):
         raise DataError(f"a message is {quoted(message)}, expected an object with a role and content")
     if message is entry and not isinstance(message.get("content"), str) and "contents" not in message:
