@@ -148,7 +148,7 @@ def test_reading_imports_no_torch():
 def test_a_training_step_imports_no_reader_of_logs():
     found = loaded_by("import treetrain as tt; tt.TreeEngine; tt.share_prefixes")
     rooms = {name.removeprefix("treetrain.data.") for name in found if name.startswith("treetrain.data.")}
-    assert "trajectory" in rooms and rooms <= {"trajectory", "columns", "advantages", "once"}
+    assert "trajectory" in rooms and rooms <= {"trajectory", "columns", "advantages", "once", "images"}
 
 
 @pytest.fixture(scope="module")

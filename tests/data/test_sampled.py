@@ -280,3 +280,66 @@ def test_calls_of_googles_adk_are_read_from_its_spans(read, trained):
     span = {f"gcp.vertex.agent.{name}": value for name, value in pair.items()}
     found = read({"name": "call_llm", "attributes": {"gen_ai.request.model": "gemini"} | span})
     assert trained(found) == ["hm" + TOOL_TEXT]
+
+
+def claude(*lines):
+    """Lines of a session, each the answer to the one before."""
+    made = []
+    for number, (kind, content, more) in enumerate(lines):
+        message = {"role": kind, "content": content} | ({"id": f"m{number}"} if kind == "assistant" else {})
+        made.append({"type": kind, "message": message, "uuid": str(number), "sessionId": "s"} | more)
+        made[-1]["parentUuid"] = str(number - 1) if number else None
+    return made
+
+
+def test_an_interrupted_answer_of_claude_code_has_no_end_and_an_error_of_its_api_is_no_answer(read, trained):
+    said = [{"type": "text", "text": "the answer is 4"}]
+    failed = ("assistant", [{"type": "text", "text": "API Error: 529"}], {"isApiErrorMessage": True})
+    stopped = ("user", [{"type": "text", "text": "[Request interrupted by user]"}], {})
+    lines = [("user", "hello", {}), failed, ("user", "hello", {}), ("assistant", said, {}), stopped]
+    assert trained(read(*claude(*lines))) == [CUT]
+    assert trained(read(*claude(*lines[:-1]))) == [SAID]
+
+
+@pytest.mark.parametrize("key", ["train", "trainable", "training", "loss"])
+def test_every_name_of_the_flag_that_leaves_a_message_out_is_read(read, trained, key):
+    assert trained(read({"messages": [*SEEN, ANSWER | {key: False}]})) == [TOOL_TEXT]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"request": {"messages": PROMPT}, "response": chosen({"role": "assistant", "audio": {"id": "a"}})},
+            "message 1",
+        ),
+        (
+            {"request": {"input": "hello", "conversation": "conv_1"}, "response": {"output": ITEMS[2:]}},
+            "`conversation` is given",
+        ),
+    ],
+)
+def test_what_the_log_does_not_hold_is_refused(read, record, message):
+    with pytest.raises(DataError, match=message):
+        read(record)
+
+
+def test_messages_in_the_event_of_a_span_are_its_call(read, trained):
+    event = {
+        "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "hello"}]}]),
+        "gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": [{"type": "text", "content": CUT}]}]),
+    }
+    name = "gen_ai.client.inference.operation.details"
+    span = {"attributes": {"gen_ai.operation.name": "chat"}, "events": [{"name": name, "attributes": event}]}
+    assert trained(read(span)) == [SAID]
+
+
+def test_parallel_calls_of_openhands_sdk_are_one_answer(read, trained):
+    def action(call):
+        tool_call = {"id": call, "name": "add", "arguments": '{"a": 1}'}
+        known = {"source": "agent", "timestamp": "t", "thought": [], "llm_response_id": "r"}
+        return known | {"kind": "ActionEvent", "tool_call": tool_call, "tool_call_id": call}
+
+    asked = {"kind": "MessageEvent", "source": "user", "timestamp": "t", "llm_message": PROMPT[0]}
+    found = read(asked, action("c1"), action("c2"))
+    assert trained(found) == [TOOL_TEXT.removesuffix("<|im_end|>") * 2 + "<|im_end|>"]

@@ -33,7 +33,7 @@ ROLE_ALIASES = {"developer": "system", "human": "user", "gpt": "assistant", "ai"
 ROLE_ALIASES |= dict.fromkeys(("function", "observation", "tool_response"), "tool")
 ROLE_ALIASES |= {"tool-call": "assistant", "tool-response": "user"}  # smolagents, as it sends them
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
-TRAIN_KEYS = ("train", "trainable")
+TRAIN_KEYS = ("train", "trainable", "training", "loss")
 FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "stopReason", "done_reason", "status")
 CUT = ("length", "max_tokens", "max_output_tokens", "incomplete", "model_length", "model_context_window_exceeded")
 CUT += ("content_filter", "content-filter", "content_filtered", "guardrail_intervened", "safety", "recitation", "abort")
@@ -41,18 +41,8 @@ CUT += ("content_filter", "content-filter", "content_filtered", "guardrail_inter
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", "cut"}
 MESSAGE_KEYS |= set(REASONING_KEYS)
 """Keys that are used whatever the template."""
-IGNORED_KEYS = (
-    *FINISH_KEYS,
-    "content",
-    "parts",
-    "blocks",
-    "tool_calls",
-    "function_call",
-    "refusal",
-    "audio",
-    "annotations",
-)
-CONTENT_KEYS = ("content", "parts", "blocks", "refusal")
+CONTENT_KEYS = ("content", "parts", "blocks", "refusal", "audio")
+IGNORED_KEYS = (*FINISH_KEYS, *CONTENT_KEYS, "tool_calls", "function_call", "annotations")
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 REASONING_PARTS = ("thinking", "reasoning")
 CALL_PARTS = ("tool_use", "tool_call", "function_call")

@@ -79,8 +79,10 @@ def prompt_of(given: Any, notes: Notes) -> tuple[list[Any], dict[str, Any]]:
     given = _body(given, PROMPTS)
     given = [given] if isinstance(given, Mapping) and "role" in given else given
     while isinstance(given, Mapping):
-        if given.get("previous_response_id") is not None:
-            raise DataError("`previous_response_id` is given, so the prompt is in another record; log whole inputs")
+        for name in ("previous_response_id", "conversation"):
+            before = first_path(given, f"{name}.id", name)
+            if before is not None and (name != "conversation" or str(before).startswith("conv_")):
+                raise DataError(f"`{name}` is given, so the prompt is in another record; log whole inputs")
         beside = picked(given, system=SYSTEMS, tools=TOOLS, model="model")
         shared = {name: value for name, value in beside.items() if value} | shared
         name = next((name for name in PROMPTS if given.get(name) is not None), None)

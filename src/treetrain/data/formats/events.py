@@ -21,6 +21,8 @@ def of_file(place: str, record: Record) -> str:
 
 # Claude Code
 
+INTERRUPTED = "[Request interrupted by user]"
+
 
 def read_claude_code(record: Record, notes: Notes) -> list[Record]:
     """A session file: user and assistant lines. Its sub-agents, its rewinds and what follows a compaction are rows.
@@ -67,11 +69,13 @@ def _claude_row(path: Iterable[Record], line: Record, number: int, notes: Notes)
         if one.get("type") not in ("user", "assistant"):
             continue
         message = field(one, "message", dict)
-        if message.get("model") == "<synthetic>":
+        if message.get("model") == "<synthetic>" or one.get("isApiErrorMessage"):
             notes.add("a message that Claude Code wrote in place of the model is not in the row")
             continue
         content = message.get("content")
         content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if messages and look_up(content, "0.text") == INTERRUPTED:
+            messages[-1]["stop_reason"] = "incomplete"
         if message.get("id") is not None and message["id"] == last:
             messages[-1]["content"] += objects(message, "content")
         else:

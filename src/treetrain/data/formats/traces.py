@@ -143,12 +143,17 @@ def _spans(record: Record) -> Iterator[Record]:
 
 
 def _attributes(span: Record) -> dict[str, Any]:
-    """The attributes by name; OTLP writes `{key, value: {stringValue: ...}}`, tables one column each."""
+    """The attributes by name, of its events too that have messages.
+
+    OTLP writes `{key, value: {stringValue: ...}}`, tables one column each.
+    """
+    events = [_attributes(event) for event in objects(span, "events")] if isinstance(span.get("events"), list) else []
+    messages = {name: one[name] for one in events for name in one if name in CONVENTIONS[0]}
     given = span.get("attributes")
     if isinstance(given, list):
-        return {str(look_up(entry, "key")): _otlp_value(look_up(entry, "value")) for entry in given}
+        return messages | {str(look_up(entry, "key")): _otlp_value(look_up(entry, "value")) for entry in given}
     columns = {name.removeprefix("attributes."): span[name] for name in span if name.startswith("attributes.")}
-    return columns | (dict(given) if isinstance(given, Mapping) else {})
+    return messages | columns | (dict(given) if isinstance(given, Mapping) else {})
 
 
 def _otlp_value(value: Any) -> Any:
