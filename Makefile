@@ -22,7 +22,7 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full pytest-fast pytest-all lint types bench golden docs tutorial packages workflows \
+.PHONY: help demo test test-full pytest-fast pytest-all lint types bench bench-smoke golden docs tutorial packages workflows \
 	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-deepspeed test-quantised \
 	clean-venv active-environment
 .DEFAULT_GOAL := help
@@ -38,6 +38,7 @@ help:
 	@echo "make packages      wheel and sdist in dist/"
 	@echo "make workflows     actionlint on .github/workflows"
 	@echo "make bench         run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
+	@echo "make bench-smoke   tree against linear on small works; fails below the stated floors of efficiency"
 	@echo "In an environment of their own:"
 	@echo "make test-wheel    the wheel in an empty environment: doctor, verify"
 	@echo "make test-oldest   the engine's and trainers' tests with the oldest of everything"
@@ -112,6 +113,9 @@ test-quantised:
 
 bench: $(READY)
 	$(PY) benchmarks/run_all.py
+
+bench-smoke: $(READY)
+	$(PY) benchmarks/smoke.py
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -21,6 +21,8 @@ NEEDS_DATA = (
     "trainers.py",
 )
 PAGE = "page.py"
+OTHERS = (Path(__file__).name, PAGE, "smoke.py")
+"""Scripts that append no rows for the page."""
 
 
 def main() -> int:
@@ -41,7 +43,7 @@ def main() -> int:
 def benchmarks() -> list[Path]:
     """Scripts of this folder that can be run, the quick ones (without data) first."""
     scripts = [path for path in sorted(HERE.glob("*.py")) if '__name__ == "__main__"' in path.read_text("utf-8")]
-    chosen = [path for path in scripts if path.name not in (Path(__file__).name, PAGE)]
+    chosen = [path for path in scripts if path.name not in OTHERS]
     return sorted(chosen, key=lambda path: path.name in NEEDS_DATA)
 
 

@@ -55,8 +55,16 @@ class Countdown:
         return reward(self.state)
 
 
-def main(rounds: int = 20, games: int = 8, updates: int = 2, seed: int = 0, model=None, share: bool = True):
-    """Play and update; returns the trainer, whose `state.log_history` has the rewards.
+def make(
+    rounds: int = 20,
+    games: int = 8,
+    updates: int = 2,
+    seed: int = 0,
+    model=None,
+    share: bool = True,
+    learning_rate: float = 5e-5,
+) -> GRPOTrainer:
+    """Make a trainer that plays and learns from its games.
 
     Args:
         rounds: rounds of games.
@@ -65,6 +73,7 @@ def main(rounds: int = 20, games: int = 8, updates: int = 2, seed: int = 0, mode
         seed: random seed of the run.
         model: a trained model, or its folder; None trains one first.
         share: False trains as TRL alone does, with the same losses.
+        learning_rate: of AdamW, constant.
     """
     if model is None:
         model = trl_sft.main().model
@@ -84,7 +93,7 @@ def main(rounds: int = 20, games: int = 8, updates: int = 2, seed: int = 0, mode
         max_completion_length=320,
         max_tool_calling_iterations=PATIENCE,
         epsilon_high=0.28,
-        learning_rate=5e-5,
+        learning_rate=learning_rate,
         adam_beta2=0.98,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -102,6 +111,12 @@ def main(rounds: int = 20, games: int = 8, updates: int = 2, seed: int = 0, mode
     )
     if share:
         tt.share_prefixes(trainer)
+    return trainer
+
+
+def main(**options) -> GRPOTrainer:
+    """Play and update, with the options of `make`; returns the trainer. Its `state.log_history` has the rewards."""
+    trainer = make(**options)
     trainer.train()
     return trainer
 

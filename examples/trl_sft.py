@@ -37,14 +37,23 @@ def recorded_games(tasks=TASKS) -> list[dict]:
     return games
 
 
-def main(steps: int = 110, seed: int = 0, output: str = "runs/trl_sft", share: bool = True) -> SFTTrainer:
-    """Train the built-in model; returns the trainer.
+def make(
+    steps: int = 110,
+    seed: int = 0,
+    output: str = "runs/trl_sft",
+    share: bool = True,
+    model=None,
+    logging_steps: int = 10,
+) -> SFTTrainer:
+    """Make a trainer.
 
     Args:
         steps: optimizer steps.
         seed: random seed of the model and of the order of rows.
         output: folder for the model.
         share: False trains as TRL alone does, with the same losses.
+        model: the model to train; None is the built-in one.
+        logging_steps: steps from one log entry to the next.
     """
     games = recorded_games()
     columns = {"messages": [game["messages"] for game in games], "task": [game["task_id"] for game in games]}
@@ -57,7 +66,7 @@ def main(steps: int = 110, seed: int = 0, output: str = "runs/trl_sft", share: b
         warmup_steps=steps // 10,
         assistant_only_loss=True,
         max_length=None,
-        logging_steps=10,
+        logging_steps=logging_steps,
         save_strategy="no",
         report_to=[],
         bf16=False,
@@ -65,13 +74,19 @@ def main(steps: int = 110, seed: int = 0, output: str = "runs/trl_sft", share: b
         seed=seed,
     )
     trainer = SFTTrainer(
-        tt.load_model("tiny", seed=seed),
+        tt.load_model("tiny", seed=seed) if model is None else model,
         args,
         train_dataset=Dataset.from_dict(columns),
         processing_class=tokenizer_of_games(),
     )
     if share:
         tt.share_prefixes(trainer)
+    return trainer
+
+
+def main(**options) -> SFTTrainer:
+    """Train the built-in model, with the options of `make`; returns the trainer."""
+    trainer = make(**options)
     trainer.train()
     return trainer
 
