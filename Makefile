@@ -154,8 +154,8 @@ test-wheel: packages
 	.venv-wheel/bin/treetrain doctor
 	.venv-wheel/bin/treetrain verify examples/countdown/heldout.jsonl.gz --model tiny --sample 8
 
-# TRL 1.15 has its head as Triton kernels alone; on a CPU Triton's interpreter runs them.
-OLDEST = numpy==1.26.4 torch==2.11.0 transformers==5.3.0 accelerate==1.10.1 peft==0.18.0 trl==1.15.0 triton
+# TRL 1.15 has its head as Triton kernels alone; on a CPU Triton's interpreter runs them. pyarrow 26 wants numpy 2.
+OLDEST = numpy==1.26.4 'pyarrow<26' torch==2.11.0 transformers==5.3.0 accelerate==1.10.1 peft==0.18.0 trl==1.15.0 triton
 test-oldest: VENV = .venv-oldest
 test-oldest:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
