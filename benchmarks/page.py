@@ -131,6 +131,22 @@ SECTIONS = (
         },
     ),
     Section(
+        "Inside trainers, sharded",
+        "An optimizer step of a plain `transformers.Trainer` over micro-batches of one tool-agent call, sharded by "
+        "accelerate over two processes, with and without `tt.share_prefixes`: seconds of the slower process.",
+        "sharded_trainers.csv",
+        ("way",),
+        {
+            "weights": lambda row: {"fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}[row["way"]],
+            "tokens: rows → tree": lambda row: f"{number(row['flat_tokens'])} → {number(row['unique_tokens'])}",
+            "without, s": "plain_seconds",
+            "with, s": "seconds",
+            "ideal": "ideal",
+            "measured": "speedup",
+            "efficiency": bold_efficiency,
+        },
+    ),
+    Section(
         "Score now, backward later",
         "`engine.score` and `scored.backward` against `forward_backward`. Where not all graphs fit, parts run twice.",
         "score.csv",

@@ -18,6 +18,7 @@ NEEDS_DATA = (
     "families.py",
     "lost_sharing.py",
     "overhead.py",
+    "sharded_trainers.py",
     "trainers.py",
 )
 PAGE = "page.py"
