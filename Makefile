@@ -103,7 +103,8 @@ test-deepspeed:
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q setuptools wheel ninja py-cpuinfo -e ".[dev]"
 	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install -q --no-build-isolation deepspeed==0.19.8
 	PATH="$(abspath $(VENV))/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
-		$(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/trainers/test_share_prefixes_deepspeed.py
+		$(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/trainers/test_share_prefixes_deepspeed.py \
+		tests/trainers/test_accelerate_files.py
 
 test-quantised: VENV = .venv-quantised
 test-quantised:

@@ -24,4 +24,4 @@ def _init(state: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> No
     if fsdp_plugin is not None and PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     _make(state, *args, fsdp_plugin=fsdp_plugin, **options)
-    assert fsdp_plugin is None or state.is_fsdp2
+    assert fsdp_plugin is None or state.distributed_type == DistributedType.FSDP

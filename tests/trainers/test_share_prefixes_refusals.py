@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_runs as runs
+from accelerate.utils import DynamoBackend
 from torch import nn
 from trainer_runs import BUILDERS, adapter, difference, make_scores_wrong, train
 from transformers import Trainer, TrainingArguments
@@ -28,14 +29,14 @@ def distribute_by_megatron(trainer, patch):
     patch.setattr(type(trainer.accelerator), "distributed_type", SimpleNamespace(value="MEGATRON_LM"))
 
 
-def shard_by_fsdp1(trainer, patch):
-    patch.setattr(type(trainer.accelerator), "distributed_type", SimpleNamespace(value="FSDP"))
-    patch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+def compile_by_accelerate(trainer, patch):
+    patch.setattr(trainer.accelerator.state.dynamo_plugin, "backend", DynamoBackend.INDUCTOR)
 
 
 def call_modules_otherwise(trainer, patch):
     patch.setattr(type(trainer.accelerator), "distributed_type", SimpleNamespace(value="FSDP"))
-    patch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2)))
+    plugins = {"fsdp_plugin": SimpleNamespace(fsdp_version=2), "dynamo_plugin": trainer.accelerator.state.dynamo_plugin}
+    patch.setattr(trainer.accelerator, "state", SimpleNamespace(**plugins))
     patch.setattr(torch.nn.Module, "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs))
 
 
@@ -59,7 +60,7 @@ SETTINGS = {
     [
         *((name, partial(set_on, name=key, value=value), f"{key}={value}") for key, (name, value) in SETTINGS.items()),
         ("plain", distribute_by_megatron, "distributed_type=MEGATRON_LM"),
-        ("plain", shard_by_fsdp1, "set fsdp_version: 2"),
+        ("plain", compile_by_accelerate, "dynamo_backend: INDUCTOR"),
         ("plain", call_modules_otherwise, "does not call the _call_impl of a module"),
         ("sft", derive_from_an_unknown_trainer, "GKDTrainer"),
     ],

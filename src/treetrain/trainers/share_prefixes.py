@@ -793,12 +793,14 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
     parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
     images = {"image", "images"} & {*(getattr(trainer.train_dataset, "column_names", None) or ())}
     offloads = getattr(args, "activation_offloading", False)
+    compiles = accelerator.state.dynamo_plugin.backend.value
     refusals: dict[str, Any] = {
         f"distributed_type={distributed}; launch one process, DistributedDataParallel, FSDP2 (fsdp_version: 2) or "
         "DeepSpeed": (distributed not in PROCESSES),
         f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun": args.n_gpu > 1,
         "fp16=True and its gradient scaler; set bf16=True instead": args.fp16 or accelerator.scaler is not None,
         "torch_compile=True, since the attention is switched at every call; set it to False": args.torch_compile,
+        f"accelerate's dynamo_backend: {compiles}, which compiles the model; leave dynamo_config out": compiles != "NO",
         "use_liger_kernel=True, which replaces the model's layers; set it to False": args.use_liger_kernel,
         f"neftune_noise_alpha={args.neftune_noise_alpha}: a shared token would get one noise where every row has its "
         "own; set it to None": args.neftune_noise_alpha,
