@@ -119,6 +119,21 @@ def test_a_score_that_is_dropped_unused_holds_no_memory(model):
     assert not any(each() for each in alive)
 
 
+def test_gradients_wait_for_two_trees_while_weights_are_released_between_passes(model):
+    engine, weights = tt.TreeEngine(model), list(model.parameters())
+    expected = [2 * grad for grad in plain_gradients(model)]
+    scored, whole = [engine.score(ROWS), engine.score(ROWS)], [p.data for p in weights]
+    for p in weights:  # as ZeRO-3 does, which gathers them for the next pass
+        p.data = p.data.new_empty(0)
+    for one in scored:
+        loss_of(one).backward()
+    for p, data in zip(weights, whole):
+        p.data = data
+    for one in scored:
+        one.backward()
+    assert_same([p.grad for p in weights], expected)
+
+
 def test_gradients_wait_beside_others_that_accumulate(model):
     engine, parameters = tt.TreeEngine(model), list(model.parameters())
     penalty = sum(p.square().sum() for p in parameters)

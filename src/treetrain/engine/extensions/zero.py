@@ -119,7 +119,8 @@ def head_read_outside(model: nn.Module) -> Iterator[None]:
     )
 
     lm: Any = causal_lm(model)
-    weights = [p for p in lm.get_output_embeddings().parameters(recurse=False) if is_partitioned(p)]
+    head = lm.get_output_embeddings()  # None in a reward model, which calls its own
+    weights = [] if head is None else [p for p in head.parameters(recurse=False) if is_partitioned(p)]
     for p in weights:
         register_external_parameter(lm, p)
     try:
