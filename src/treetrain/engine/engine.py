@@ -655,7 +655,7 @@ class TreeEngine:
 
     def _layers_checked(self) -> AbstractContextManager[None]:
         """Around a call: check adapters, hooks and forwards of users that have not been checked before."""
-        if self._accepted == (self.prepared.fingerprint, torch.is_grad_enabled()) and not self.sharing.collective:
+        if self._accepted == (self.prepared.state, torch.is_grad_enabled()) and not self.sharing.collective:
             return nullcontext()
         return self._layers_tried()
 
@@ -667,4 +667,4 @@ class TreeEngine:
         with token_mixing_checked(self.prepared) as unseen:
             yield
         if not unseen:
-            self._accepted = self.prepared.fingerprint, graph
+            self._accepted = self.prepared.state, graph

@@ -1,20 +1,28 @@
-"""A model as an engine sees it: what it can do, what a pass costs, which plans fit into its memory."""
+"""A model as an engine sees it: what it can do, whether it has changed, what a pass costs, which plans fit into memory.
+
+A model may change at any time: an adapter, a dropout, a hook, a weight. Every call reads its settings once
+(`ModelState`). While they are equal, the model need not be checked again; while its hooks are too, nor need what users
+put on its layers (`extensions/token_mixing.py`). A score also keeps weights and buffers (`ScoredModel`), since parts
+that run again in its backward must compute what they computed before.
+"""
 
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treetrain.engine import lm_head
 from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.ranks import Sharing
-from treetrain.models.capability import Capabilities, Fingerprint, check_model, fingerprint, model_device
+from treetrain.models.capability import Capabilities, check_model, model_device
 from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
@@ -45,6 +53,202 @@ def plan_of_any_model(layout: PackedLayout, budget: int | None, device: torch.de
     return partition(layout, tokens, seconds, part_tokens=target)
 
 
+# ---- what can change
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""Fields of peft's layers, at least one of which is set at any time by adapter. They can change while all weights stay
+the same."""
+_WITHOUT_EFFECT = {"training", "gradient_checkpointing", "use_cache", "return_dict", "output_router_logits", "dtype"}
+"""Settings that generation, evaluation, saving and trainers switch. No pass in tree mode depends on them. (`training`
+switches dropout, but a model with active dropout is refused.)"""
+_SMALL = 1 << 20
+"""Buffers of up to this many elements are copied. Larger ones are compared by `_checksum`, which misses some changes,
+such as two experts that exchange their biases."""
+
+
+class ModelState(NamedTuple):
+    """The settings of a model at one moment: all that its checks read."""
+
+    settings: dict[int, dict[str, object]]
+    """By the address of each module and configuration: its numbers, strings, flags and adapters, and the kinds of its
+    weights."""
+    hooks: list[int]
+    """The numbers of the forward hooks by module. Trainers may set the same hooks anew in every step."""
+    alive: list[object]
+    """Objects that only their addresses stand for. While they are kept, no other object has the same address."""
+
+    @classmethod
+    def of(cls, model: nn.Module, value_head: nn.Module | None) -> "ModelState":
+        """Read a model and a value head."""
+        found, hooks, alive = dict[int, dict[str, object]](), list[int](), list[object]()
+        configs = [getattr(model, "config", None)]
+        for root in (model, value_head):
+            for module in root.modules() if isinstance(root, nn.Module) else ():  # other heads are refused later
+                fields = vars(module)
+                own = found[id(module)] = {"__class__": type(module)}
+                for name, value in fields.items():
+                    if isinstance(value, _PLAIN):
+                        own[name] = value
+                    elif name in _OF_ADAPTERS:
+                        own[name] = repr(value)
+                    elif isinstance(value, dict) and (name[0] != "_" or "drop" in name):
+                        own[_CHECKED + name] = repr(value)
+                    elif name in ("config", "forward", "_compiled_call_impl"):
+                        own[_CHECKED + name] = id(value)
+                        alive.append(value)
+                if fields["_forward_pre_hooks"] or fields["_forward_hooks"]:
+                    hooks += (id(module), *fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
+                for name, p in fields["_parameters"].items():
+                    if p is not None:
+                        packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
+                        own[_CHECKED + name], own[name + _TRAINED] = (id(p), p.dtype, packed), p.requires_grad
+        configs += [config for config in alive if hasattr(config, "model_type")]
+        for config in configs:  # those within a configuration are added on the way
+            if config is None or id(config) in found:
+                continue
+            own = found[id(config)] = {}
+            for name, value in vars(config).items():
+                if hasattr(value, "model_type"):
+                    configs.append(value)
+                elif isinstance(value, _PLAIN):
+                    own[name] = value
+                else:
+                    own[_CHECKED + name] = repr(value)
+        return cls(found, hooks, alive)
+
+    def switches(self) -> tuple[object, ...]:
+        """The active adapters and the trained parameters: together with the weights they say which model this is."""
+        return tuple(
+            (holder, name, value)
+            for holder, own in self.settings.items()
+            for name, value in own.items()
+            if _is_switch(own, name)
+        )
+
+    def read_by_passes(self) -> dict[tuple[int, str], object]:
+        """The settings that passes may read, by the address of what holds them and their name."""
+        return {
+            (holder, name): value
+            for holder, own in self.settings.items()
+            for name, value in own.items()
+            if _is_switch(own, name) or (name[0] != "_" and name not in _WITHOUT_EFFECT)
+        }
+
+
+_CHECKED, _TRAINED = "_ ", ".requires_grad"
+"""The beginning of the names of settings that only checks read, and the end of the names of these flags."""
+
+
+def _is_switch(own: dict[str, object], name: str) -> bool:
+    return name.endswith(_TRAINED) or ("_active_adapter" in own and name in _OF_ADAPTERS)
+
+
+class ScoredModel:
+    """The model that a score has read: settings, weights and buffers.
+
+    Make it before the forward, and call `leave_out_changes` after it: counters and caches that a forward writes are not
+    what its result depends on.
+    """
+
+    def __init__(self, model: "EngineModel"):
+        self._model = model
+        self._settings = model.state.read_by_passes()
+        self._buffers, self._weights = self._read_buffers(), self._sums()
+
+    def leave_out_changes(self) -> None:
+        """Do not compare the settings and buffers that have changed since the state was read."""
+        settings, buffers = self._settings_now(), self._read_buffers()
+        self._settings = {at: value for at, value in self._settings.items() if settings.get(at, _GONE) == value}
+        self._buffers = {at: value for at, value in self._buffers.items() if _same(value, buffers.get(at))}
+
+    def check(self, call: str) -> None:
+        """Raise RuntimeError if a backward now would not match the scores that `call` gave."""
+        if not torch.equal(self._weights, self._sums()):
+            raise RuntimeError(
+                f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
+                "would belong to other weights: call backward first, or score again"
+            )
+        change = self._change()
+        if change is not None:
+            raise RuntimeError(
+                f"the model was switched between {call} and its backward ({change}); gradients would be those of "
+                "another model: call backward first, or switch back, or score again"
+            )
+
+    def _change(self) -> str | None:
+        settings, buffers = self._settings_now(), self._read_buffers()
+        for (holder, name), then in self._settings.items():
+            now = settings.get((holder, name), _GONE)
+            if now != then:
+                place = self._name(holder)
+                if name.endswith(_TRAINED):
+                    name, place = "requires_grad", f"{place}.{name.removesuffix(_TRAINED)}"
+                shown = str if name in _OF_ADAPTERS else repr
+                return f"{name.lstrip('_')} of {place} was {shown(then)} and is {shown(now)}"
+        for (holder, name), then in self._buffers.items():
+            if not _same(then, buffers.get((holder, name))):
+                return f"{name} of {self._name(holder)} has other values"
+        return None
+
+    def _settings_now(self) -> dict[tuple[int, str], object]:
+        return ModelState.of(self._model.model, self._model.value_head).read_by_passes()
+
+    def _sums(self) -> Int64[Tensor, " weights"]:
+        """Checksums of the weights, frozen ones too (a part that runs again would see their new values).
+
+        Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
+        """
+        sums = [_checksum(_own_part(p)) for p in self._model.parameters]
+        return torch.stack([total.to(sums[0].device) for total in sums])
+
+    def _read_buffers(self) -> dict[tuple[int, str], Tensor]:
+        """Copies of small buffers and checksums of large ones, by the address of their module and their name."""
+        roots = (self._model.model, self._model.value_head)
+        of_modules = [(id(m), m._buffers) for root in roots if root is not None for m in root.modules()]
+        own = [((holder, n), _own_part(b)) for holder, bs in of_modules for n, b in bs.items() if b is not None]
+        return {at: x.detach().clone() if x.numel() <= _SMALL else _checksum(x) for at, x in own}
+
+    def _name(self, holder: int) -> str:
+        """Name a module by its path, a configuration by its class."""
+        for name, module in self._model.model.named_modules():
+            if id(module) == holder:
+                return name or "the model"
+            if id(vars(module).get("config")) == holder:
+                return type(module.config).__name__
+        return "the value head"
+
+
+_GONE = "not there"
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank holds; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
+
+
+def _checksum(values: Tensor) -> Int64[Tensor, ""]:
+    """Sum a tensor's bits as 64-bit integers, which wrap around: several times faster than a sum of floats."""
+    if is_traceable_wrapper_subclass(values):  # quantised weights that are several tensors
+        names, _ = values.__tensor_flatten__()  # type: ignore[attr-defined]
+        return torch.stack([_checksum(getattr(values, name)) for name in names]).sum()
+    flat = values.detach().reshape(-1)
+    count, tail = flat.numel() * flat.itemsize, flat.numel() * flat.itemsize % 8
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()
+    if not tail:
+        return flat.view(torch.int64).sum()
+    raw = flat.view(torch.uint8)
+    return raw[: count - tail].view(torch.int64).sum() + raw[count - tail :].sum()
+
+
+def _same(then: Tensor, now: Tensor | None) -> bool:
+    return now is not None and then.shape == now.shape and then.device == now.device and torch.equal(then, now)
+
+
+# ---- the model
+
+
 class EngineModel:
     """A model, its value head, and the settings of an engine that its passes depend on.
 
@@ -72,8 +276,8 @@ class EngineModel:
         self.compile_layers = compile_layers
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         """See `compiled_layers`."""
-        self.fingerprint = Fingerprint([], [], [])
-        """That of the latest call."""
+        self.state = ModelState({}, [], [])
+        """Its settings in the latest call."""
         self._cost: tuple[object, CostModel | None] = None, None
         self.device: torch.device
         """The device that the model takes its input on."""
@@ -88,11 +292,11 @@ class EngineModel:
     def check(self) -> Capabilities:
         """Check the model if it has changed since the last call (a dropout may have been switched on), and read how
         much memory is free."""
-        now = fingerprint(self.model, self.value_head)
-        if now.settings != self.fingerprint.settings:
+        now = ModelState.of(self.model, self.value_head)
+        if now.settings != self.state.settings:
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost = None, None
-        self.fingerprint = now
+        self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
         self.free = None if isinstance(self.budget, Bytes) else self.free_bytes()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.engine.deferred import Deferral
-from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.engine_model import EngineModel, ScoredModel
 from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension, LossExtension, Reduces
 from treetrain.engine.facts import Metrics
@@ -41,7 +41,6 @@ from treetrain.engine.loss_gradients import (
 )
 from treetrain.engine.memory import Rollback, Try
 from treetrain.engine.model_passes import ModelPasses
-from treetrain.engine.model_state import ModelState
 from treetrain.engine.ranks import Ranks
 from treetrain.models.tree_mode import instance_of
 from treetrain.planning.plan import Plan
@@ -274,10 +273,10 @@ class Scored:
         self._name, self._scoring, self._reads, self._spent = name, scoring, reads, False
         self.live = scoring.live
         engine = scoring.engine
-        self._state = ModelState(engine.model, engine.value_head, engine.parameters) if self.live else None
+        self._model = ScoredModel(engine) if self.live else None
         table = scoring.forward()
-        if self._state is not None:
-            self._state.leave_out_changes()
+        if self._model is not None:
+            self._model.leave_out_changes()
         self.logprobs = ()
         self.entropies = self.values = self.rewards = None
         self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
@@ -382,13 +381,13 @@ class Scored:
     def _check_backward(self) -> None:
         """Raise RuntimeError if a backward now would not match the scores."""
         name = self._name
-        if self._state is None:
+        if self._model is None:
             raise RuntimeError(
                 f"{name} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
             )
         if self._spent:
             raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
-        self._state.check(name)
+        self._model.check(name)
         if any(x.numel() for x in self.leaves) and all(x.grad is None for x in self.leaves):
             raise RuntimeError(
                 "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -558,53 +558,3 @@ def _rotary_border(entry: dict[str, Any], config: Any) -> int | None:
         f"and its rows. Supported: {', '.join(sorted(STATIC_SCALINGS))}; dynamic and longrope for rows that do not "
         "reach the length at which their frequencies change."
     )
-
-
-# ---- changes
-
-_PLAIN = (bool, int, float, str, type(None))
-_WITH_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")
-"""Fields of peft's layers that are no numbers or strings, and that checks read."""
-
-
-class Fingerprint(NamedTuple):
-    """Everything that the checks of a model read. While it stays equal, checking again would give the same answer."""
-
-    settings: list[object]
-    """The modules, their settings and adapters, and the weights' kinds, which `check_model` reads."""
-    hooks: list[object]
-    """The numbers of the forward hooks by module. Trainers may set the same hooks anew in every step."""
-    alive: list[object]
-    """Objects of `settings` that only their addresses stand for. While they are kept, no other object has the same
-    address."""
-
-
-def fingerprint(model: nn.Module, value_head: nn.Module | None) -> Fingerprint:
-    """Read a model; see `Fingerprint`."""
-    found, hooks, alive = list[object](), list[object](), list[object]()
-    configs = [getattr(model, "config", None)]
-    for root in (model, value_head):
-        for module in root.modules() if isinstance(root, nn.Module) else ():  # a head of another kind is refused later
-            fields = vars(module)
-            found += (id(module), type(module))
-            for name, value in fields.items():
-                if isinstance(value, _PLAIN):
-                    found.append(value)
-                elif name in _WITH_SETTINGS or (isinstance(value, dict) and (name[0] != "_" or "drop" in name)):
-                    found.append(repr(value))
-                elif name in ("config", "forward", "_compiled_call_impl"):
-                    found.append(id(value))
-                    alive.append(value)
-            if fields["_forward_pre_hooks"] or fields["_forward_hooks"]:
-                hooks += (id(module), *fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
-            for p in fields["_parameters"].values():
-                if p is not None:
-                    packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
-                    found += (id(p), p.requires_grad, p.dtype, packed)
-    for config in configs:  # those within a configuration are added on the way
-        for name, value in () if config is None else sorted(vars(config).items()):
-            if hasattr(value, "model_type"):
-                configs.append(value)
-            else:
-                found += (name, repr(value))
-    return Fingerprint(found, hooks, alive)

@@ -543,14 +543,14 @@ class PrefixSharing:
         self, model: nn.Module, head: FusedHead, rows: Rows, training: bool, *, balanced: bool
     ) -> tuple[TreeEngine, TreeScores, slice]:
         """The engine, the scores of a tree that holds these rows, and the slice of its rows that they are."""
-        from treetrain.engine.model_state import switches_of
+        from treetrain.engine.engine_model import ModelState
 
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
         # A model with another adapter, with adapters disabled, or with other weights counts as another model.
         key = (
             id(model),
             head,
-            tuple(switches_of(engine.model, engine.parameters).items()),
+            ModelState.of(engine.model, engine.value_head).switches(),
             sum(p._version for p in model.parameters()),
         )
         # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.
