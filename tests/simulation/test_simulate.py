@@ -7,6 +7,7 @@ import pytest
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import DEVICES, Collective, Device
 from treetrain.planning.make import make_plan
+from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.simulate import Refused, Simulation, links_of, share_of, simulate, state_bytes
 from treetrain.simulation.splits import Split, splits_of
 from treetrain.simulation.verdict import verdict
@@ -33,6 +34,18 @@ def one(split: Split, device: Device = CPU, **options) -> Simulation:
     (found,) = simulate(TREE, options.pop("counts", COUNTS), [split], device, **options)
     assert isinstance(found, Simulation), found
     return found
+
+
+@pytest.mark.parametrize("budget", [None, 200])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_rows_of_the_linear_baseline_stay_apart_on_every_rank(aligned, budget):
+    cost = CostModel.on(CPU, COUNTS)
+    options = {"aligned": aligned} | ({"free_bytes": 1 << 40} if budget is None else {"budget": budget})
+    linear = plan_ranks(build_tree(TREE.trajectories, merge=False), cost, 2, **options).plans
+    assert sum(plan.layout.num_tokens for plan in linear) >= TREE.num_flat_tokens - TREE.num_trajectories
+    (split,) = splits_of(COUNTS, 1, CPU)
+    (apart,) = simulate(build_tree(TREE.trajectories, merge=False), COUNTS, [split], CPU)
+    assert apart.work_seconds > 1.3 * one(split).work_seconds
 
 
 @pytest.mark.parametrize(

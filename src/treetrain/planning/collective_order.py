@@ -246,7 +246,8 @@ def _in_ranges(
         if divided.tokens.max() > budget:
             continue
         range_of_row = divided.rank_of
-        apart = build_tree(list(tree.trajectories), apart=range_of_row)
+        shares = tree.num_tokens < tree.num_flat_tokens  # rows of the linear baseline stay apart
+        apart = build_tree(list(tree.trajectories), merge=shares, apart=range_of_row)
         layout = lay_out(apart)
         # A token belongs to one range, so that of the first row through it is its own.
         rows = np.argsort(apart.trajectory_last, kind="stable")

@@ -39,7 +39,10 @@ def plan_ranks(
         ValueError: an invalid number of ranks, or a budget that is invalid or too small for some rank.
     """
     dispatch, plans = (balancer or Balancer(tree, cost)).over(ranks), []
-    trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in dispatch.trajectories]
+    merge = tree.num_tokens < tree.num_flat_tokens  # the linear baseline's rows stay apart on every rank
+    trees = [
+        build_tree([tree.trajectories[number] for number in own.tolist()], merge=merge) for own in dispatch.trajectories
+    ]
     for rank, own in enumerate(trees):
         try:
             plans.append(make_plan(own, cost, budget=budget, free_bytes=free_bytes))
