@@ -1,6 +1,7 @@
 """Processes under DeepSpeed's ZeRO, set up by accelerate, train the same with shared prefixes as without."""
 
 import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch.distributed as dist
 import trainer_runs
 from test_token_logprobs import reads_logits, takes_logprobs
 from trainer_runs import BUILDERS, Difference, build_plain, difference, train
+from transformers import TrainerCallback
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from support.processes import Processes
+from support.processes import Processes, RankFailed
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.score import Scored
 from treetrain.trainers import zero_processes
@@ -80,6 +82,7 @@ def both(
     return vars(found) | {"own": own}
 
 
+TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "plain": ("plain", 2, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
     "plain, clipped, budget": (
@@ -136,6 +139,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "grpo, partitioned": ("grpo", 3, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
     "grpo lora, partitioned from the start": ("grpo", 3, {}, {"lora": True, "from_start": True}),
     "reward, partitioned": ("reward", 3, {}, {"per_device_train_batch_size": 4}),
+    "kto, partitioned": ("kto", 3, {}, {"per_device_train_batch_size": 4}),
+    "rloo": ("rloo", 2, {}, {}),
+    "rloo, partitioned": ("rloo", 3, {}, {}),
+    "sft experts": ("sft", 2, {}, {"moe": True, **TWO}),
+    "sft experts, partitioned": ("sft", 3, {}, {"moe": True, **TWO}),
+    "sft experts, partitioned, budget": ("sft", 3, {}, {"moe": True, "budget": 40, **TWO}),
+    "sft padding-free lora, partitioned": ("sft", 3, {}, {"padding_free": True, "lora": True}),
+    "plain packed, partitioned, budget": ("plain", 3, {}, {"packed": True, "budget": 40, **TWO}),
 }
 
 
@@ -328,6 +339,39 @@ def test_a_loss_of_ones_own_is_the_same_as_from_logits(two: Processes, tmp_path,
     for found in two.run(own_loss, str(tmp_path), stage, settings, timeout=400):
         for each in found:
             assert max(each.metrics, each.weights) <= 1e-5 and each.updates <= 1e-4, each
+
+
+class Dies(TrainerCallback):
+    """Rank 1 ends after its first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies(group: Any, folder: str, stage: int) -> None:
+    """Write what rank 0 says when the other one has ended."""
+    build = BUILDERS["sft"]
+
+    def with_callback(*args: Any, **kwargs: Any) -> Any:
+        trainer = build(*args, **kwargs)
+        trainer.add_callback(Dies())
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BUILDERS, "sft", with_callback)
+        try:
+            run(group, "sft", folder, 3, stage, {}, True, **TWO)
+        except Exception as error:
+            Path(folder, "said").write_text(f"{error} {getattr(error, '__notes__', '')}")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_dies_releases_the_other(tmp_path, stage):
+    with pytest.raises(RankFailed, match="rank 1: the process ended"):
+        Processes(2).run(dies, str(tmp_path), stage, timeout=120)
+    said = Path(tmp_path, "said").read_text()
+    assert "another rank has left" in said and "no answer within 5 s from rank 1 of 2" in said
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ class ZeroProcesses(ShardedProcesses):
         if isinstance(wrapper, TreesFirst):
             return
         engine: Any = model
-        for handle in engine.optimizer._grad_acc_hooks:
+        # ZeRO-3 reduces the experts of a layer by hooks of its leaf modules.
+        for handle in (*engine.optimizer._grad_acc_hooks, *getattr(engine.optimizer, "_leaf_module_hooks", ())):
             handle.remove()
         self.accelerator.deepspeed_engine_wrapped = TreesFirst(wrapper, settle)
 
@@ -178,11 +179,6 @@ def check_engine(engine: Any) -> None:
     """
     if getattr(engine, "pipeline_parallelism", False):
         raise ValueError("share_prefixes cannot be exact with DeepSpeed's PipelineModule; give the trainer the model")
-    if getattr(engine.optimizer, "_leaf_module_hooks", None):
-        raise ValueError(
-            "share_prefixes cannot be exact with leaf modules of ZeRO-3, which reduce gradients by hooks of their own; "
-            "leave out deepspeed_moe_layer_cls_names (zero_optimization.leaf_module)"
-        )
     if not hasattr(engine, NEEDED) or not hasattr(engine.optimizer, "_grad_acc_hooks"):
         raise ValueError(
             f"share_prefixes hands whole gradients to DeepSpeedEngine.{NEEDED}; this DeepSpeed does not have it for "
