@@ -273,7 +273,9 @@ class EngineModel:
     ):
         self.model, self.value_head, self.sharing = model, value_head, sharing
         self.budget, self.temperature = budget, temperature
-        self.compile_layers = compile_layers
+        self._compile_layers = compile_layers
+        self.compiles: bool
+        """Whether decoder layers run compiled."""
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         """See `compiled_layers`."""
         self.state = ModelState({}, [], [])
@@ -299,6 +301,8 @@ class EngineModel:
         self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
+        default = self.device.type == "cuda" and self.sharing.may_compile
+        self.compiles = default if self._compile_layers is None else self._compile_layers
         self.free = None if isinstance(self.budget, Bytes) else self.free_bytes()
         return self._all
 
@@ -432,12 +436,6 @@ class EngineModel:
 
         together = not self.sharing.passes_with.alone
         return tries(plan, None if together else smaller, self.device, rollback)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether decoder layers run compiled."""
-        default = self.device.type == "cuda" and self.sharing.may_compile
-        return default if self.compile_layers is None else self.compile_layers
 
     def extensions(
         self,

@@ -234,6 +234,7 @@ class PrefixSharing:
         module = importlib.import_module(f"treetrain.trainers.{module}")
         self.processes: Processes = getattr(module, kind)(trainer)
         self.trainer, self.budget, self.check = trainer, budget, check
+        self._settle = _weakly(self.settle)
         self.model: nn.Module = trainer.model
         self.wrapped = self.model
         """The model as the trainer calls it, such as within DistributedDataParallel."""
@@ -265,8 +266,8 @@ class PrefixSharing:
         for package in ("transformers",) if self.output_kind == "loss" else ("transformers", "trl"):
             warn_if_untested(package)
         if trainer.accelerator.num_processes > 1:
-            settle = _weakly(self._before_step)
-            register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: settle(optimizer))
+            before = _weakly(self._before_step)
+            register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
 
     def _engine(self, model: nn.Module, head: FusedHead) -> TreeEngine:
         key = (self.processes.engine_key(model), head.temperature)
@@ -293,7 +294,7 @@ class PrefixSharing:
             return
         self.wrapped = model
         self._compare_settings(model)
-        self.processes.begin(model, _weakly(self.settle))
+        self.processes.begin(model, self._settle)
         with step.micro_batch():
             yield
         self.steps.drop_failed()
@@ -395,7 +396,8 @@ class PrefixSharing:
             if key not in KNOWN_ARGUMENTS and value is not None and not (key in TOKEN_TYPES and not value.any())
         )
         training = gradients and any(p.requires_grad for p in model.parameters())
-        ranks = self._ranks_of(model, head, training)
+        engine = self._engine(self.wrapped if training and model is self.model else model, head)
+        ranks = engine.sharing.passes_with
         with ranks.together("the model's call"):
             asks = _agreed(ranks, asks, odd=bool(unknown))
             if asks == SCORES:
@@ -411,7 +413,7 @@ class PrefixSharing:
             if training and self.check:
                 self._check_first_step(forward, head, rows, kwargs, self.output_kind)
             with self._balanced(model, kwargs) as balanced:
-                engine, scores, own = self._scored(model, head, rows, training, balanced=balanced)
+                scores, own = self._scored(engine, model, head, rows, training, balanced=balanced)
             return self._output(forward, engine, scores, own, rows, kwargs)
 
     def token_logprobs(
@@ -420,28 +422,26 @@ class PrefixSharing:
         """Answer `treetrain.token_logprobs` for a batch from a tree."""
         model, head = forward.module, FusedHead(temperature, ("log_probs", "entropy") if entropy else ("log_probs",))
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        ranks = self._ranks_of(model, head, training)
+        engine = self._engine(self.wrapped if training and model is self.model else model, head)
+        ranks = engine.sharing.passes_with
         with ranks.together("the model's call"):
             _agreed(ranks, "tt.token_logprobs")
             rows = rows_of(inputs)
         with self.processes.autocast(), self._balanced(model, {}, allowed=False):
             if training and self.check:
                 self._check_first_step(forward, head, rows, inputs, "tokens")
-            _, scores, own = self._scored(model, head, rows, training, balanced=False)
+            scores, own = self._scored(engine, model, head, rows, training, balanced=False)
         scored = scores.scored
         assert scored is not None
         logprobs = self.steps.kept_by(scores, rows.batch(scored.logprobs[own]))
         entropies = None if scored.entropies is None else rows.batch(scored.entropies[own])
         return logprobs, None if entropies is None else self.steps.kept_by(scores, entropies)
 
-    def _ranks_of(self, model: nn.Module, head: FusedHead, training: bool) -> Ranks:
-        """The processes that run every pass of this model together with this one."""
-        return self._engine(self.wrapped if training and model is self.model else model, head).sharing.passes_with
-
     def _asks_for(self, args: tuple, kwargs: dict) -> str:
-        """What a call asks the model for: `SCORES`, from a tree; its `OUTPUT`; or `LATER`."""
-        if not self._is_forward_over_rows(kwargs):
-            return OUTPUT
+        """Tell whether a call asks for `SCORES`, from a tree, for the model's own `OUTPUT`, or `LATER` for scores."""
+        rows = kwargs.get("input_ids") is not None and kwargs.get("past_key_values") is None
+        if not rows or self.wants_logits:
+            return OUTPUT  # it generates, or wants logits for an evaluation
         labels = kwargs.get("labels") is not None
         if self.in_loss and self.output_kind == "loss" and not labels:
             wanted = torch.is_grad_enabled() or callable(self.trainer.compute_loss_func)
@@ -451,11 +451,6 @@ class PrefixSharing:
         if self.output_kind == "fused":
             return SCORES if kwargs.get("fused_lm_head") else OUTPUT
         return SCORES if self.in_loss and (self.output_kind == "rewards" or labels) else OUTPUT
-
-    def _is_forward_over_rows(self, kwargs: dict) -> bool:
-        """Whether a call neither generates nor wants logits for an evaluation."""
-        rows = kwargs.get("input_ids") is not None and kwargs.get("past_key_values") is None
-        return rows and not self.wants_logits
 
     def _check_first_step(
         self, forward: "TreeForward", head: FusedHead, rows: Rows, kwargs: dict, kind: OutputKind
@@ -540,12 +535,11 @@ class PrefixSharing:
             yield balanced
 
     def _scored(
-        self, model: nn.Module, head: FusedHead, rows: Rows, training: bool, *, balanced: bool
-    ) -> tuple[TreeEngine, TreeScores, slice]:
-        """The engine, the scores of a tree that holds these rows, and the slice of its rows that they are."""
+        self, engine: TreeEngine, model: nn.Module, head: FusedHead, rows: Rows, training: bool, *, balanced: bool
+    ) -> tuple[TreeScores, slice]:
+        """The scores of a tree that holds these rows, and the slice of its rows that they are."""
         from treetrain.engine.engine_model import ModelState
 
-        engine = self._engine(self.wrapped if training and model is self.model else model, head)
         # A model with another adapter, with adapters disabled, or with other weights counts as another model.
         key = (
             id(model),
@@ -566,14 +560,14 @@ class PrefixSharing:
             started = self.gains.now() if training else 0.0
             scores.scored = self._run(engine, head, scores)
             if training:
-                self.processes.scored(scores.scored, _weakly(self.settle))
+                self.processes.scored(scores.scored, self._settle)
                 self.gains.add(scores.scored, scores.tree, engine.prepared.cost, started)
         if balanced and scores.scored.aux_loss is None and self.output_kind != "rewards":
             raise ValueError(
                 "the trainer asks for the routers' auxiliary loss, but router_aux_loss_coef of the model's "
                 "configuration is 0 or not known; set it to the trainer's own"
             )
-        return engine, scores, own
+        return scores, own
 
     def _output(
         self, forward: "TreeForward", engine: TreeEngine, scores: TreeScores, own: slice, rows: Rows, kwargs: dict
@@ -718,7 +712,7 @@ class TreeOutput:
 
 
 def _agreed(ranks: Ranks, asks: str, *, odd: bool = False) -> str:
-    """What this call asks the model for, as ranks that run every pass together ask for the same.
+    """Tell what a call asks the model for, on which ranks that run every pass together agree.
 
     Args:
         odd: it has inputs that trees do not know.

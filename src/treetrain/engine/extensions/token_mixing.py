@@ -185,7 +185,7 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
             stack.callback(setattr, config, "output_router_logits", True)
         plan, counts = whole_trees(layout, _TOKENS), PassCounts()
         uncompiled = copy(engine)
-        uncompiled.compile_layers = False
+        uncompiled.compiles = False
         extensions = uncompiled.extensions(build_tree(_ROWS), balanced=False)
         passes = _ProbePasses(uncompiled, extensions, counts, None)
         passes.probe = probe
