@@ -89,9 +89,7 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(form: str, undist
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", ["one", "ddp", "sharded", "tree", "tree, ddp", "tree, sharded", "tree, accelerate", "shared, accelerate"]
-)
+@pytest.mark.parametrize("form", ["one", "ddp", "sharded", "tree", "tree, ddp", "tree, sharded", "shared, accelerate"])
 def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_path) -> None:
     survive(form, 50, tmp_path, undisturbed[form], seed=50)
 
