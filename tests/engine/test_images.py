@@ -46,6 +46,7 @@ ROWS = [
     row(7),
 ]
 FAMILIES = list(CONFIGURATIONS)
+WITHOUT_EXPERTS = ("Qwen2-VL", "Qwen2.5-VL", "Qwen3.5")  # rounding changes the choice of experts
 ONE_FAST = [name if name == "Qwen3-VL" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
@@ -96,6 +97,13 @@ def check(found: tuple[float, Tensor], loss: float, gradient: Tensor, tolerance:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_exact(name):
+    model, loss, gradient = reference(name)
+    with PureFloat64():
+        check(by_score(model, budget=12), loss, gradient)
+
+
+@pytest.mark.parametrize("name", ONE_FAST)
 @pytest.mark.parametrize("run", [by_step, by_score])
 @pytest.mark.parametrize("budget, temperature", [(None, 1.0), (6, 1.3), pytest.param(1, 1.0, marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_the_rows_by_themselves(name, run, budget, temperature):
@@ -107,7 +115,7 @@ def test_loss_and_gradients_are_those_of_the_rows_by_themselves(name, run, budge
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Qwen3.5"])
 def test_plans_of_every_shape_are_exact(name, shape, keep):
     model, loss, gradient = reference(name)
     engine = on_plan(lambda layout: SHAPES[shape](layout, keep))
@@ -187,7 +195,9 @@ def test_hooks_of_the_encoders_weights_run_once_on_the_whole_gradient():
     torch.testing.assert_close(seen[0], weight.grad)
 
 
-@pytest.mark.parametrize("name", ONE_FAST)
+@pytest.mark.parametrize(
+    "name", ["Qwen3-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_EXPERTS)]
+)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, None)])
 def test_lower_precisions_err_no_more_than_the_rows(name, dtype, bound):
     low = image_model(name, torch.bfloat16).to(dtype)

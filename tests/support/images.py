@@ -55,20 +55,74 @@ def qwen3_vl() -> Any:
     return transformers.Qwen3VLConfig(text_config=text.to_dict(), vision_config=vision, **TOKENS)
 
 
+def qwen2_vl() -> Any:
+    text = transformers.Qwen2VLTextConfig(**TEXT, rope_parameters=MROPE)
+    vision = {name: value for name, value in VISION.items() if name not in ("intermediate_size", "out_hidden_size")}
+    vision |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    return transformers.Qwen2VLConfig(text_config=text.to_dict(), vision_config=vision, **TOKENS)
+
+
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def qwen3_5() -> Any:
+    text = transformers.Qwen3_5TextConfig(**TEXT, **LINEAR)
+    vision = VISION | {"num_position_embeddings": 16}
+    return transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, **TOKENS)
+
+
+def qwen3_5_moe() -> Any:
+    text = {name: value for name, value in TEXT.items() if name != "intermediate_size"}
+    text = transformers.Qwen3_5MoeTextConfig(**text, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16)
+    vision = VISION | {"num_position_embeddings": 16}
+    return transformers.Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision, **TOKENS)
+
+
+def qwen3_vl_moe() -> Any:
+    text = transformers.Qwen3VLMoeTextConfig(
+        **TEXT, **EXPERTS, rope_parameters=MROPE | {"mrope_interleaved": True}, mlp_only_layers=[]
+    )
+    vision = VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    return transformers.Qwen3VLMoeConfig(text_config=text.to_dict(), vision_config=vision, **TOKENS)
+
+
 CONFIGURATIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "Qwen2.5-VL": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration"),
     "Qwen3-VL": (qwen3_vl, "Qwen3VLForConditionalGeneration"),
+    "Qwen2-VL": (qwen2_vl, "Qwen2VLForConditionalGeneration"),
+    "Qwen3.5": (qwen3_5, "Qwen3_5ForConditionalGeneration"),
+    "Qwen3.5 MoE": (qwen3_5_moe, "Qwen3_5MoeForConditionalGeneration"),
+    "Qwen3-VL MoE": (qwen3_vl_moe, "Qwen3VLMoeForConditionalGeneration"),
 }
 
 
-def image_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    """A small random model of this family, with noise in the places that start at zero."""
+def image_model(
+    name: str, dtype: torch.dtype = torch.float64, seed: int = 0, tokens: dict[str, int] | None = None
+) -> Any:
+    """A small random model of this family, with noise in the places that start at zero.
+
+    Args:
+        tokens: other ids than `TOKENS`.
+    """
     make, kind = CONFIGURATIONS[name]
+    config = make()
+    for field, value in (tokens or {}).items():
+        setattr(config, field, value)
     torch.manual_seed(seed)
-    model = getattr(transformers, kind)(make())
+    model = getattr(transformers, kind)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products have no float64
     return model.to(dtype).train()
 
 

@@ -93,7 +93,8 @@ def batch_with(**more: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", ["pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids"])
 def test_a_batch_with_images_is_refused_by_name_before_any_work(key, tmp_path, monkeypatch):
-    trainer = tt.share_prefixes(plain("Qwen3-VL", False, {"output_dir": str(tmp_path), "use_cpu": True}, *[None] * 2))
+    trainer = plain("Gemma 3", False, {"output_dir": str(tmp_path), "use_cpu": True}, torch.float32, None)
+    tt.share_prefixes(trainer)
     monkeypatch.setattr(tt.TreeEngine, "score", None)
     with pytest.raises(ValueError, match=rf"the batch has images \({key}\).*rows of text"):
         trainer.training_step(trainer.model, batch_with(**{key: torch.ones(2, 4, dtype=torch.long)}), 6)
@@ -115,7 +116,7 @@ def test_token_types_of_text_are_taken(key, tmp_path):
 
 def test_a_dataset_with_images_is_refused_at_the_call(tmp_path):
     settings = {"output_dir": str(tmp_path), "use_cpu": True}
-    trainer = plain("Qwen3-VL", False, settings, torch.float32, None)
+    trainer = plain("Gemma 3", False, settings, torch.float32, None)
     trainer.train_dataset = trainer.train_dataset.add_column("images", [[] for _ in range(32)])
     with pytest.raises(ValueError, match="images \\(column images of train_dataset\\)"):
         tt.share_prefixes(trainer)

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int32, Int64, Integer
 from numpy.typing import NDArray
 
 from treetrain.errors import DataError, quoted
@@ -81,7 +81,7 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
 
 
 def image_runs(
-    ids: Int32[np.ndarray, " L"], image_token: int
+    ids: Integer[np.ndarray, " L"], image_token: int
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
     """Where each image of a row begins and ends: the maximal runs of its placeholder token."""
     of_image: Bool[np.ndarray, " L"] = ids == image_token

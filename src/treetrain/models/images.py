@@ -23,7 +23,7 @@ from treetrain.models.capability import causal_lm, model_device
 from treetrain.models.tree_mode import replaced
 from treetrain.tree.token_tree import Row, TokenTree
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """The model types whose images are computed on trees; tests prove each of them against its rows."""
 TOKEN_TYPES = "mm_token_type_ids"
 """The keyword argument by which processors say which tokens are text (0) and images (1)."""
@@ -49,6 +49,12 @@ def encoder_modules(inner: Any) -> list[nn.Module]:
     return [child for child in inner.children() if child is not inner.language_model]
 
 
+def takes_images(model: nn.Module) -> bool:
+    """Whether images are known to be exact on trees of this model."""
+    config: Any = getattr(causal_lm(model), "config", None)
+    return image_encoder(model) is not None and config.model_type in FAMILIES
+
+
 def check_images(model: nn.Module, tree: TokenTree) -> None:
     """Check that the images of a tree are computed exactly, before any work.
 
@@ -60,7 +66,7 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
     config: Any = lm.config
     if images is None:
         return
-    if inner is None or config.model_type not in FAMILIES:
+    if not takes_images(model):
         raise UnsupportedModel(
             f"rows with images on {type(lm).__name__} ({config.model_type}) are not known to be exact on a tree; they "
             f"are on {', '.join(FAMILIES)}. Rows of text work: leave the images out, or train without a tree."
@@ -114,18 +120,19 @@ def image_inputs(row: Trajectory, model: nn.Module) -> dict[str, Tensor]:
         return {}
     device = model_device(model)
     types = torch.from_numpy((row.ids == row.image_token).astype(np.int64))[None].to(device)
-    return {TOKEN_TYPES: types} | _joined(row.images, device)
+    return {TOKEN_TYPES: types} | joined_images(row.images, device)
 
 
 def encode_images(inner: Any, images: Sequence[Image], device: torch.device) -> ImageFeatures:
     """The features of some images, in one call of the encoder."""
-    output = inner.get_image_features(**_joined(images, device), return_dict=True)
+    output = inner.get_image_features(**joined_images(images, device), return_dict=True)
     deep = getattr(output, "deepstack_features", None) or []
     kinds = [_rows(kind) for kind in (output.pooler_output, *deep)]
     return ImageFeatures(kinds, isinstance(output.pooler_output, Tensor))
 
 
-def _joined(images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
+def joined_images(images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
+    """The keyword arguments by which a model reads these images."""
     names = images[0].inputs
     return {name: torch.from_numpy(np.concatenate([x.inputs[name] for x in images])).to(device) for name in names}
 

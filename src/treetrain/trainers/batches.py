@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Integer, Shaped
 from torch import Tensor
 
+from treetrain.data.images import GRID, Image, image_runs, split_images
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect
 from treetrain.tree.token_tree import TokenTree, build_tree
@@ -24,6 +25,8 @@ log-probabilities of `treetrain.token_logprobs`."""
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keyword arguments by which processors say which tokens are of an image; 0 is text."""
+IMAGES = ("pixel_values", GRID)
+"""Keyword arguments that hold the images of a batch, one row's after another's."""
 
 
 class Span(NamedTuple):
@@ -200,6 +203,10 @@ class Rows(NamedTuple):
     """[B, L - 1], or [1, N] for a packed tree of N tokens, on the device of the labels."""
     spans: Sequence[Span] = ()
     """Where each row lies in the batch; empty for a packed tree."""
+    images: Sequence[tuple[Image, ...]] = ()
+    """The images of each row; empty for a batch of text."""
+    image_token: int | None = None
+    """The id that stands for images."""
 
     def batch(self, rows: Sequence[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted."""
@@ -236,8 +243,9 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
                 )
     host = ids.cpu()
     rows = [host[b, start:stop].numpy() for b, start, stop in spans]
+    images, token = _images_of(kwargs, rows)
     if rewards:
-        return Rows(rows, [], [], ids.new_zeros((0, 0), dtype=torch.bool), spans)
+        return Rows(rows, [], [], ids.new_zeros((0, 0), dtype=torch.bool), spans, images, token)
     inside = torch.zeros(ids[:, 1:].shape, dtype=torch.bool)
     columns = [(b, start, max(stop - 1, start)) for b, start, stop in spans]
     for b, start, stop in columns:
@@ -267,7 +275,43 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
         places=[b * labels.shape[1] + np.arange(start, stop) for b, start, stop in columns],
         wanted=labels != IGNORED,
         spans=spans,
+        images=images,
+        image_token=token,
     )
+
+
+def _images_of(
+    kwargs: dict[str, Any], rows: list[Integer[np.ndarray, " _"]]
+) -> tuple[list[tuple[Image, ...]], int | None]:
+    """The images of each row of a batch, and the token that stands for them; nothing in a batch of text.
+
+    Raises:
+        DataError: the batch does not say which tokens are of images, or has another number of images than the rows.
+    """
+    given = {name: kwargs[name] for name in IMAGES if kwargs.get(name) is not None}
+    if not given:
+        return [], None
+    types, ids = kwargs.get("mm_token_type_ids"), kwargs["input_ids"]
+    if types is None:
+        raise DataError(
+            f"the batch has {', '.join(given)} and no mm_token_type_ids, without which positions around images are not "
+            "known; make it by the model's own processor, which gives them"
+        )
+    tokens = ids[types.expand(ids.shape) != 0].unique().tolist()
+    if len(tokens) != 1:
+        raise DataError(
+            f"the batch has {', '.join(given)}, and by mm_token_type_ids the tokens {tokens} are of images or videos; "
+            "there must be one such token, that of images. Videos are not computed on a tree. The types must be padded "
+            "as the ids are (GRPO pads prompts on the left: processor.tokenizer.padding_side='left')"
+        )
+    images, counts = split_images(given), [len(image_runs(row, tokens[0])[0]) for row in rows]
+    if sum(counts) != len(images):
+        raise DataError(
+            f"the batch has {len(images)} images, its rows {counts} runs of token {tokens[0]}, one for each image; a "
+            "row that is cut within its images (max_length) loses them: set max_length=None"
+        )
+    ends = np.cumsum(counts).tolist()
+    return [images[end - count : end] for end, count in zip(ends, counts)], tokens[0]
 
 
 def positions_between(bounds: Integer[Tensor, " _"], input_ids: Integer[Tensor, "B T"]) -> Integer[Tensor, "1 T"]:
@@ -312,23 +356,27 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
         real = batch["attention_mask"].bool()
         inputs = {name: batch[name][real][None] for name in ("input_ids", "shift_labels")}
         return inputs | {name: batch[name][batch[name] >= 0] for name in TREE_INDEX}
+    images = {name: batch[name] for name in (*IMAGES, "mm_token_type_ids") if batch.get(name) is not None}
     if "completion_ids" in batch:  # GRPO and RLOO
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         labels = ids.masked_fill(mask == 0, IGNORED)
         labels[:, : batch["prompt_ids"].shape[1]] = IGNORED
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels} | images
     if "input_ids" not in batch:
         return None
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids", "labels") if name in batch}
     if "labels" not in inputs and "completion_mask" in batch:  # DPO and KTO
         inputs["labels"] = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
-    return inputs
+    return inputs | images
 
 
-def tree_of(ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]]) -> TokenTree:
-    """Rows as a tree whose trained tokens are the wanted ones; without masks all tokens are trained."""
-    if not masks:
-        return build_tree(ids)
-    weights = [np.concatenate([[0.0], mask])[: len(row)] for row, mask in zip(ids, masks)]
-    return build_tree([Trajectory(row, loss_weights=weight) for row, weight in zip(ids, weights)])
+def tree_of(batches: Sequence[Rows]) -> TokenTree:
+    """The rows of some batches as a tree whose trained tokens are the wanted ones; without masks all are trained."""
+    made = []
+    for rows in batches:
+        masks, images = rows.masks or [None] * len(rows.ids), rows.images or [()] * len(rows.ids)
+        for row, mask, own in zip(rows.ids, masks, images):
+            weights = None if mask is None else np.concatenate([[0.0], mask])[: len(row)]
+            made.append(Trajectory(row, loss_weights=weights, images=own, image_token=rows.image_token))
+    return build_tree(made)

@@ -30,7 +30,18 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
 from treetrain.models.capability import causal_lm, model_device
-from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, Span, rows_of, tree_of
+from treetrain.models.images import joined_images
+from treetrain.trainers.batches import (
+    IGNORED,
+    IMAGES,
+    TOKEN_TYPES,
+    TREE_INDEX,
+    OutputKind,
+    Rows,
+    Span,
+    rows_of,
+    tree_of,
+)
 from treetrain.tree.stats import linear_work
 from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
 
@@ -117,7 +128,7 @@ class FirstStep:
         self._rows = rows_of(self.batch, rewards=output_kind == "rewards")
         self._plain, self._temperature, self._alone = plain, temperature, alone
         self.device = self.batch["input_ids"].device
-        self._engine, self._output_kind, self._count = engine, output_kind, len(chosen)
+        self._engine, self._output_kind, self._count = engine, output_kind, len(self._rows.ids)
         self._names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
         self._parameters = list(self._names)
         self._size = sketch_size(self._parameters)
@@ -181,7 +192,7 @@ class FirstStep:
             if "labels" in own:
                 own["labels"] = own["labels"].clone()
                 own["labels"][:, 0] = IGNORED
-            batches.append(shared | own)
+            batches.append(with_images_of(shared | own, self._rows, [len(batches)]))
         return batches
 
     def _scores_of(self, output: Any, batch: Batch) -> Tensor:
@@ -277,7 +288,7 @@ class FirstStep:
         if cost is None or not self._seconds:
             return logs, None
         small = rows_of(self.batch, rewards=self._output_kind == "rewards")
-        work = linear_work(tree_of(small.ids, small.masks), cost.counts.attention_ranges)
+        work = linear_work(tree_of([small]), cost.counts.attention_ranges)
         return logs, cost.counts.flops(*work) / self._seconds
 
     def _why_scores_differ(self, limit: float, repeatable: bool) -> str:
@@ -353,7 +364,13 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
     columns = {"input_ids": (ids, 0), "attention_mask": ([torch.ones_like(row) for row in ids], 0)}
     columns["labels"] = (labels, IGNORED)
     device = model_device(engine.model)
+    images = [image for one in chosen for image in one.images]
+    if images:
+        types = [torch.from_numpy(one.ids == one.image_token).long() for one in chosen]
+        columns["mm_token_type_ids"] = (types, 0)
     call = {name: pad_sequence(rows, True, fill).to(device) for name, (rows, fill) in columns.items()}
+    if images:
+        call |= joined_images(images, device)
 
     def plain(labels: Tensor, **inputs: Any) -> CausalLMOutput:
         logits = engine.model(**inputs, use_cache=False).logits
@@ -364,7 +381,7 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
     first.run_plain(timed=False)
     rows = rows_of(first.batch)
     with first.tree_run():
-        scored = engine.score(tree_of(rows.ids, rows.masks), mask=rows.masks)
+        scored = engine.score(tree_of([rows]), mask=rows.masks)
         scores = rows.batch(scored.logprobs)
         first.backward_of_tree(CausalLMOutput(loss=-scores.sum() / rows.wanted.sum()), scores, scored)  # type: ignore[arg-type]
     first.judge()
@@ -454,7 +471,7 @@ def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> in
     cost = engine.prepared.cost
     if cost is None:
         return UNCOUNTED_TOKENS
-    plan, counts = engine.plan(tree_of(rows.ids, rows.masks)), cost.counts
+    plan, counts = engine.plan(tree_of([rows])), cost.counts
     plan = engine.prepared.scored_first(plan) or plan
     step = sum(bytes for name, bytes in cost.bytes_by(plan).items() if name != "allocator")
     gradients = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
@@ -491,10 +508,13 @@ def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> 
     """
     ids = call["input_ids"]
     packed = call.get("attention_mask") is None and call.get("position_ids") is not None
-    if not packed and TREE_INDEX[0] not in call and len(chosen) * ids.shape[1] <= tokens:
+    if rows.images:  # which cannot be cut: fewer rows are compared
+        chosen = chosen[: max(tokens // ids.shape[1], 1)]
+    if rows.images or (not packed and TREE_INDEX[0] not in call and len(chosen) * ids.shape[1] <= tokens):
         index = torch.tensor([rows.spans[k].batch_row for k in chosen], device=ids.device)
         of_rows = {name: call[name] for name in _BY_TOKEN if isinstance(call.get(name), Tensor)}
-        return call | {name: value.expand(len(ids), -1)[index] for name, value in of_rows.items()}
+        small = call | {name: value.expand(len(ids), -1)[index] for name, value in of_rows.items()}
+        return with_images_of(small, rows, chosen)
     left = not packed and any(span.start > 0 for span in rows.spans)
     tokens -= len(chosen) * left
     pieces, masks = _cut([rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen if rows.masks], tokens)
@@ -524,6 +544,19 @@ def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> 
             values = [nn.functional.pad(row, (1, 0), value=fill) for row in values]
         batch[name] = pad_sequence(values, True, fill, padding_side=side).to(ids.device)
     return batch
+
+
+def with_images_of(call: Batch, rows: Rows, chosen: Sequence[int]) -> Batch:
+    """The call with the images of some of the rows alone; without images where these are rows of text."""
+    if not rows.images:
+        return call
+    images = [image for k in chosen for image in rows.images[k]]
+    device, dtype = call["input_ids"].device, call["pixel_values"].dtype
+    call = {name: value for name, value in call.items() if name not in IMAGES}
+    if not images:
+        return call
+    own = joined_images(images, device)
+    return call | own | {"pixel_values": own["pixel_values"].to(dtype)}
 
 
 def _cut(

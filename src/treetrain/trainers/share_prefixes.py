@@ -27,9 +27,10 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
+from treetrain.models.images import FAMILIES, takes_images
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
-from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, rows_of
+from treetrain.trainers.batches import IMAGES, TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, rows_of
 from treetrain.trainers.step_scores import StepScores, TreeScores
 
 if TYPE_CHECKING:
@@ -390,10 +391,11 @@ class PrefixSharing:
         asks = self._asks_for(args, kwargs)
         if asks == OUTPUT and not self.in_loss:
             return plain(*args, **kwargs)
+        known = KNOWN_ARGUMENTS | image_arguments(model)
         unknown = sorted(
             key
             for key, value in kwargs.items()
-            if key not in KNOWN_ARGUMENTS and value is not None and not (key in TOKEN_TYPES and not value.any())
+            if key not in known and value is not None and not (key in TOKEN_TYPES and not value.any())
         )
         training = gradients and any(p.requires_grad for p in model.parameters())
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
@@ -746,12 +748,18 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 # ---- Checks of the settings before training
 
 
+def image_arguments(model: nn.Module) -> set[str]:
+    """Keyword arguments by which a model is given images that a tree computes; none for most models."""
+    return {*IMAGES, "mm_token_type_ids"} if takes_images(model) else set()
+
+
 def check_inputs(unknown: Sequence[str]) -> None:
     """Raise ValueError if a call has arguments of these names, which trees do not know."""
     if media := [key for key in unknown if key.startswith(MEDIA) or key in TOKEN_TYPES]:
         raise ValueError(
-            f"the batch has images ({', '.join(media)}), which share_prefixes does not compute on a tree: it takes "
-            "rows of text, also for models with a processor; leave such rows out, or train without share_prefixes"
+            f"the batch has images ({', '.join(media)}), which share_prefixes does not compute on trees of this model: "
+            f"it takes rows of text, and images ({', '.join(IMAGES)}, no videos) of {', '.join(FAMILIES)}; leave such "
+            "rows out, or train without share_prefixes"
         )
     if unknown:
         raise ValueError(
@@ -785,7 +793,8 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     distributed = str(accelerator.distributed_type.value)
     parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
-    images = {"image", "images"} & {*(getattr(trainer.train_dataset, "column_names", None) or ())}
+    columns = {*(getattr(trainer.train_dataset, "column_names", None) or ())}
+    images = set() if takes_images(trainer.model) else {"image", "images"} & columns
     offloads = getattr(args, "activation_offloading", False)
     compiles = accelerator.state.dynamo_plugin.backend.value
     refusals: dict[str, Any] = {
@@ -802,7 +811,8 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
         "to 0": args.label_smoothing_factor,
         "model_init, which makes another model later; give the trainer a model": trainer.model_init is not None,
         "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=": offloads,
-        f"images (column {', '.join(images)} of train_dataset); give rows of text, with a processor or without": images,
+        f"images (column {', '.join(images)} of train_dataset); give rows of text, or "
+        f"a model of {', '.join(FAMILIES)}": images,
         "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out": parallelism,
         "a tensor-parallel model (tp_plan), which has not been verified here; take tt.TreeEngine in a loop of your "
         "own": (getattr(causal_lm(trainer.model), "_tp_size", None) or 1) > 1,

@@ -56,7 +56,7 @@ class TreeScores:
     @cached_property
     def tree(self) -> TokenTree:
         """All rows."""
-        return tree_of([ids for rows in self.batches for ids in rows.ids], self.masks)
+        return tree_of(self.batches)
 
     @property
     def masks(self) -> list[np.ndarray]:
@@ -82,7 +82,8 @@ class TreeScores:
 
 def _equal(one: Rows, other: Rows) -> bool:
     pairs = (one.ids, other.ids), (one.masks, other.masks)
-    return all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
+    images, others = ([[image.digest for image in own] for own in rows.images] for rows in (one, other))
+    return images == others and all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, check_head, sc
 from treetrain.errors import DataError
 from treetrain.models.capability import causal_lm, head_capabilities
 from treetrain.trainers.batches import IGNORED, positions_between, rows_of
-from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput
+from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput, image_arguments
 
 _OF_ROWS = (
     *("input_ids", "attention_mask", "position_ids", "seq_idx"),
@@ -62,7 +62,7 @@ def token_logprobs(
         UnsupportedModel: no head is found, or the model changes its logits in an unknown way after the head; with
             `share_prefixes`, the model would not be exact on a tree.
         ValueError: a temperature that is not above 0; an entry of the batch that the model reads and that is not known
-            here, such as images.
+            here, such as images of other models than `TreeEngine` takes.
     """
     temperature = checked_temperature(temperature)
     if not isinstance(model, nn.Module):
@@ -97,13 +97,14 @@ def _arguments(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     if "input_ids" not in given:
         raise DataError(f"the batch has no input_ids; it has {', '.join(sorted(map(str, inputs))) or 'nothing'}")
     reads = inspect.signature(type(causal_lm(model)).forward).parameters
-    unknown = sorted(name for name in given if name in reads and name not in KNOWN_ARGUMENTS)
+    images = image_arguments(model)
+    unknown = sorted(name for name in given if name in reads and name not in KNOWN_ARGUMENTS | images)
     if unknown:
         raise ValueError(
             f"the batch has {', '.join(unknown)}, which {type(causal_lm(model)).__name__} reads and which is not known "
             "to be exact here; leave it out of the batch"
         )
-    return {name: given[name] for name in (*_OF_ROWS, "labels") if name in given}
+    return {name: given[name] for name in (*_OF_ROWS, *sorted(images), "labels") if name in given}
 
 
 def _tree_forward(model: nn.Module) -> TreeForward | None:

@@ -1,0 +1,220 @@
+"""Rows with images in trainers: what a processor and TRL's collators make of them, with and without shared prefixes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trainer_runs as runs
+from datasets import Dataset
+from PIL import Image
+from trainer_runs import adapter, difference, train
+from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import treetrain as tt
+from support import images
+from support.tree_runs import make_arguments
+from treetrain.trainers.tree_trainer import TreeTrainer
+
+SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+PLACE = "<|vision_start|> <|image_pad|> <|vision_end|>"
+OTHERS = ("Qwen2-VL", "Qwen2.5-VL", "Qwen3.5", "Qwen3-VL MoE")
+PAD = len(runs.SPECIAL) + runs.WORDS
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }} {% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}" + PLACE + " {% else %}{{ part.text }} {% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+class Processor(Qwen2_5_VLProcessor):
+    """A processor without videos, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, *_: Any) -> None:
+        """Its video processor is None."""
+
+
+def processor(padding: str = "right") -> Processor:
+    encode = runs.tokenizer()
+    encode.padding_side = padding
+    encode.add_tokens(SPECIAL, special_tokens=True)
+    pictures = Qwen2VLImageProcessorPil(
+        patch_size=images.PATCH, temporal_patch_size=1, merge_size=images.MERGE, min_pixels=16, max_pixels=64
+    )
+    return Processor(pictures, encode, None, chat_template=TEMPLATE)
+
+
+def picture(seed: int) -> Image.Image:
+    """8 by 8 pixels, or 4 by 8: 4 tokens or 2."""
+    shape = (8 if seed % 2 else 4, 8, 3)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, shape, dtype=np.uint8))
+
+
+def model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    found = images.image_model(name, dtype, seed, tokens=dict(zip(names, range(PAD, PAD + 4))))
+    found.generation_config.pad_token_id, found.generation_config.eos_token_id = 0, 1
+    return found
+
+
+def questions(rows: int, *, answers: bool = True) -> list[dict[str, Any]]:
+    """Four answers to each of a few questions; about one image, two, one twice, or none."""
+    kinds = [[1], [2, 3], [4, 4], []]
+    found = []
+    for k in range(rows):
+        about = kinds[k // 4 % 4]
+        one = {"images": [picture(seed) for seed in about], "prompt": " ".join([PLACE] * len(about)) + " "}
+        one["prompt"] += runs.words(("task", k // 4), 4, 8)
+        if answers:
+            one["completion"] = " " + runs.words(("answer", k), 3, 6)
+        found.append(one)
+    return found
+
+
+def sft(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> Trainer:
+    return SFTTrainer(
+        model(name, dtype),
+        SFTConfig(**{"max_length": None, **settings}),
+        train_dataset=Dataset.from_list(questions(32)),
+        processing_class=processor(),
+        peft_config=adapter() if lora else None,
+    )
+
+
+def dpo(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> Trainer:
+    pairs = [
+        {"images": row["images"], "prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
+        for row, other in zip(questions(32), questions(64)[32:])
+    ]
+    return DPOTrainer(
+        model(name, dtype),
+        ref_model=None if lora else model(name, dtype, seed=1),
+        args=DPOConfig(**{"beta": 0.5, "max_length": None, **settings}),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=processor(),
+        peft_config=adapter() if lora else None,
+    )
+
+
+def grpo(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> Trainer:
+    asked = []
+    for row in questions(32, answers=False)[::4]:
+        if not row["images"]:
+            continue  # TRL's own processing needs an image for every prompt, or for none
+        words = row["prompt"].replace(PLACE, "").strip()
+        asked.append({"images": row["images"], "prompt": [{"role": "user", "content": words}]})
+    never = {"suppress_tokens": list(range(PAD, 64))}  # a sampled placeholder would have no image
+    own = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.8, "beta": 0.1 if lora else 0.0}
+    own |= {"generation_kwargs": never}
+    return GRPOTrainer(
+        model(name, dtype),
+        reward_funcs=lambda completions, **_: runs.word_reward([each[0]["content"] for each in completions]),
+        args=GRPOConfig(**{**own, **settings}),
+        train_dataset=Dataset.from_list(asked),
+        processing_class=processor("left"),
+        peft_config=adapter() if lora else None,
+    )
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    pictures = [row["images"] for row in rows]
+    texts = [row["prompt"] + row["completion"] for row in rows]
+    batch = processor()(images=pictures if any(pictures) else None, text=texts, padding=True, return_tensors="pt")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return dict(batch)
+
+
+def plain(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> Trainer:
+    return Trainer(
+        model(name, dtype),
+        TrainingArguments(**settings, remove_unused_columns=False),
+        train_dataset=questions(32),
+        data_collator=collate,
+    )
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "build, lora", [(sft, False), (plain, False), pytest.param(dpo, True, marks=pytest.mark.slow), (grpo, True)]
+)
+def test_trainers_give_what_they_give_by_themselves(build, lora, name, tmp_path):
+    def make(settings: dict[str, Any], dtype: torch.dtype, folder: Any) -> Trainer:
+        return build(name, settings, dtype, lora)
+
+    options: dict[str, Any] = {"steps": 2, "gradient_accumulation_steps": 2}
+    one, other = (train(make, tmp_path / str(shared), shared=shared, **options) for shared in (True, False))
+    found = difference(one, other)
+    assert found.metrics < 1e-4 and found.updates < 1e-3, found
+
+
+def settings(folder: Any, **more: Any) -> dict[str, Any]:
+    return {"output_dir": str(folder), "use_cpu": True, "report_to": [], "per_device_train_batch_size": 8} | more
+
+
+def test_a_step_encodes_each_distinct_image_once(tmp_path):
+    patches: list[int] = []
+    trainer = tt.share_prefixes(plain("Qwen3-VL", settings(tmp_path), torch.float32, False), check=False)
+    hook = trainer.model.model.visual.blocks[0].register_forward_hook(lambda _m, args, _o: patches.append(len(args[0])))
+    batch = collate([*questions(8)[:4], *questions(12)[8:]])  # four rows on one image, four on one image twice
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.training_step(trainer.model, batch, 100)
+    hook.remove()
+    assert len(batch["pixel_values"]) == 4 * 16 + 4 * 2 * 8
+    assert patches == [16 + 8]
+
+
+def test_token_logprobs_of_a_batch_with_images_are_the_plain_models(tmp_path):
+    batch = collate(questions(16))
+    lm = model("Qwen3-VL", torch.float32)
+    trainer = plain("Qwen3-VL", settings(tmp_path), torch.float32, False)
+    with torch.no_grad():
+        logits = lm(**{name: x for name, x in batch.items() if name != "labels"}).logits[:, :-1].log_softmax(-1)
+        labels = batch["labels"][:, 1:]
+        wanted = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0.0)
+        torch.testing.assert_close(tt.token_logprobs(lm, batch), wanted, rtol=1e-4, atol=1e-4)
+        tt.share_prefixes(trainer)
+        torch.testing.assert_close(tt.token_logprobs(trainer.model, batch), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tree_trainer_trains_rows_with_images_as_row_by_row(tmp_path):
+    made = []
+    for execution in ("tree", "linear"):
+        rows = [images.row(3, 4, images.image(k // 4), 5, 6 + k) for k in range(8)]
+        arguments = make_arguments(tmp_path / execution, execution=execution, max_steps=2)
+        made.append(TreeTrainer(images.image_model("Qwen3-VL", torch.float32), arguments, rows))
+        made[-1].train()
+    ours, theirs = (dict(trainer.model.named_parameters()) for trainer in made)
+    assert max(float((ours[name] - theirs[name]).detach().abs().max()) for name in theirs) < 1e-4
+
+
+BY_TOKEN = ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
+
+
+def changed(rows: slice = slice(None), columns: slice = slice(None), **entries: Any) -> dict[str, Any]:
+    """A batch with some of its rows, their columns cut, and other entries; None leaves one out."""
+    batch = collate(questions(8)) | entries
+    batch = {name: x for name, x in batch.items() if x is not None}
+    return batch | {name: batch[name][rows, columns] for name in BY_TOKEN if name in batch}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no types": ({"mm_token_type_ids": None}, "pixel_values, image_grid_thw and no mm_token_type_ids"),
+    "types of other tokens": (
+        {"mm_token_type_ids": collate(questions(8))["mm_token_type_ids"].flip(1)},
+        "The types must be padded",
+    ),
+    "no grid": ({"image_grid_thw": None}, "reads pixel_values and image_grid_thw|images, its rows"),
+    "images of other rows": ({"rows": slice(4)}, "a row that is cut"),
+    "videos": ({"pixel_values_videos": torch.ones(2)}, "pixel_values_videos.*no videos"),
+    "cut images": ({"columns": slice(4)}, "a row that is cut|features, but 2 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_batches_whose_images_do_not_fit_are_refused_before_any_work(case, tmp_path, monkeypatch):
+    entries, message = REFUSED[case]
+    trainer = tt.share_prefixes(plain("Qwen3-VL", settings(tmp_path), torch.float32, False), check=False)
+    monkeypatch.setattr(type(trainer.model), "forward", None)
+    with pytest.raises(ValueError, match=message):
+        trainer.training_step(trainer.model, changed(**entries), 100)
