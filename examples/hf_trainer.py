@@ -9,6 +9,7 @@ growing length, and all calls share the rules.
 
 import argparse
 
+import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
@@ -55,6 +56,7 @@ def main(steps: int = 30, seed: int = 0, share: bool = True, focus: float = 0.0)
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        use_cpu=not torch.cuda.is_available(),
         seed=seed,
     )
     collator = DataCollatorForSeq2Seq(tokenizer)

@@ -11,6 +11,7 @@ import argparse
 import copy
 import random
 
+import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
@@ -54,6 +55,7 @@ def main(steps: int = 12, warm_steps: int = 110, seed: int = 0, model=None, shar
         save_strategy="no",
         report_to=[],
         bf16=False,
+        use_cpu=not torch.cuda.is_available(),
         seed=seed,
     )
     pairs = pairs_of(trl_sft.recorded_games(), random.Random(seed))

@@ -10,6 +10,7 @@ masked. The games of a round share the rules, those of a task its numbers too, a
 import argparse
 import json
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
@@ -100,6 +101,7 @@ def make(
         save_strategy="no",
         report_to=[],
         bf16=False,
+        use_cpu=not torch.cuda.is_available(),
         seed=seed,
     )
     trainer = GRPOTrainer(
