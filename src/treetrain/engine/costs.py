@@ -26,10 +26,11 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig
 
 from treetrain.engine import lm_head
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
-from treetrain.engine.meters import CountedAttention, CountedPaths, Meter
+from treetrain.engine.meters import CountedAttention, CountedPaths, Meter, Tallied
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, causal_lm, check_model, model_device
 from treetrain.models.loading import load_config, model_without_weights
@@ -37,7 +38,7 @@ from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced, tree_attention
 from treetrain.planning.cost import WIDE, CostModel, ModelCounts
 from treetrain.planning.devices import Device
-from treetrain.tree.layout import FULL, pack
+from treetrain.tree.layout import FULL, AttentionRange, pack
 from treetrain.tree.token_tree import build_tree
 
 TOKENS = 512
@@ -160,7 +161,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     hidden = int(embedded.weight.shape[1])
     text = lm.config.get_text_config()  # type: ignore[union-attr]
     longest = getattr(text, "max_position_embeddings", None) or 0
-    ranges: Counter[Any] = Counter()
+    ranges: Counter[AttentionRange] = Counter()
     for name, flops in meter.tally.items():
         if isinstance(name, tuple):
             ranges[FULL if name[1].window and name[1].window >= longest > 0 else name[1]] += flops
@@ -201,7 +202,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     )
 
 
-def count_config(config: Any, dtype: torch.dtype = torch.float32) -> ModelCounts:
+def count_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> ModelCounts:
     """Count a model of a transformers configuration, in a dtype, without weights.
 
     Raises:
@@ -255,7 +256,7 @@ def _run(decoder: Any, meter: Meter, tokens: int) -> Float[Tensor, "1 N hidden"]
     run = TreeRun(CountedAttention(meter), tokens, ids[0], [paths])
     table = decoder.get_input_embeddings()
 
-    def embed(ids: Int[Tensor, "1 N"], *_: Any, **__: Any) -> Float[Tensor, "1 N hidden"]:
+    def embed(ids: Int[Tensor, "1 N"], *_: object, **__: object) -> Float[Tensor, "1 N hidden"]:
         return torch.empty(*ids.shape, table.weight.shape[1], dtype=table.weight.dtype, requires_grad=True)
 
     with tree_attention(decoder), tree_recurrence(decoder), replaced(table, forward=embed):
@@ -323,7 +324,7 @@ def _layers_of(decoder: nn.Module, number: int) -> list[nn.Module]:
 @contextmanager
 def _tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
     """Run only the first of identical layers, and add its tally again for each of the others."""
-    seen: dict[Any, tuple[Counter[Any], Any]] = {}
+    seen: dict[Any, tuple[Counter[Tallied], Any]] = {}
 
     def counted(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         weights = tuple((p.shape, p.requires_grad) for p in layer.parameters())

@@ -194,7 +194,7 @@ class Deferral:
 def _watch_optimizers() -> None:
     """Settle deferred gradients before any optimizer steps. Its own reads are too late: its state has changed then."""
 
-    def settle(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def settle(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if isinstance(p.grad, DeferredGradient):

@@ -2,12 +2,13 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -15,6 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from treetrain.linear_attention.paths import Paths, Rule
 from treetrain.planning.cost import WIDE
 from treetrain.softmax_attention.schedule import AttentionSpec
+from treetrain.tree.layout import AttentionRange
+
+Tallied = str | tuple[str, AttentionRange]
+"""What is summed up: a name, or FLOPs of attention with the range that its layer sees."""
 
 
 class CountStorages(TorchDispatchMode):
@@ -28,7 +33,9 @@ class CountStorages(TorchDispatchMode):
         """Most bytes that were alive at once; set it to `now` to start again."""
         self._alive: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -68,13 +75,15 @@ class Meter(CountStorages):
     def __init__(self, shapes: set[tuple[int, ...]], *, flash: bool):
         super().__init__()
         self.shapes, self.flash = shapes | {shape[::-1] for shape in shapes}, flash
-        self.tally: Counter[Any] = Counter()
+        self.tally: Counter[Tallied] = Counter()
         """Sums over layers and attention: FLOPs, bytes, FLOPs by range."""
         self.flops = 0
         self.weights_now = 0
         self.most_saved = self.most_cached = self.run_saved = self.run_copies = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default:  # its fake kernel supports bfloat16 only
             return self._grouped(*args, **kwargs)
@@ -89,8 +98,8 @@ class Meter(CountStorages):
         left: Float[Tensor, "n m"],
         right: Float[Tensor, "... m o"],
         offsets: Int[Tensor, " groups"],
-        *_: Any,
-        **__: Any,
+        *_: object,
+        **__: object,
     ) -> Float[Tensor, "... n o"]:
         """The product of each group of rows with its own matrix, or of groups of columns with groups of rows."""
         self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[-1]
@@ -169,7 +178,7 @@ class HeldAttention(torch.autograd.Function):
 class CountedPaths(Paths):
     """The paths of a chain; records the size of the states that recurrent layers pass on."""
 
-    tally: Counter[Any]
+    tally: Counter[Tallied]
 
     def convolve(
         self, layer: Hashable, inputs: Float[Tensor, "N C"], weight: Float[Tensor, "C taps"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, check_experts
@@ -43,7 +43,7 @@ class LogitMap:
     cap: float | None = None
 
     @classmethod
-    def from_config(cls, config: Any) -> "LogitMap":
+    def from_config(cls, config: PreTrainedConfig) -> "LogitMap":
         """Read the map from a configuration. Raises UnsupportedModel for two caps."""
         factors, divisors, caps = (
             [value for field in fields if (value := getattr(config, field, None)) is not None]
@@ -135,7 +135,7 @@ class ScalarHead:
         return (found.squeeze(1) if found.dim() == 2 and found.shape[1] == 1 else found).to(wide)
 
 
-def models_own_head(lm: nn.Module, text_config: Any) -> ScalarHead:
+def models_own_head(lm: nn.Module, text_config: PreTrainedConfig) -> ScalarHead:
     """The head of a Hugging Face model for token or sequence classification.
 
     Raises:
@@ -409,11 +409,11 @@ def with_softcap(model: Any) -> Any:
     return model
 
 
-def _text_config(config: Any) -> Any:
+def _text_config(config: Any) -> PreTrainedConfig:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _check_class(lm: nn.Module, config: Any) -> None:
+def _check_class(lm: nn.Module, config: PreTrainedConfig) -> None:
     name = type(lm).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
@@ -519,7 +519,7 @@ def _check_noise(model: nn.Module) -> None:
                 )
 
 
-def _check_rotary(model: nn.Module, config: Any) -> int | None:
+def _check_rotary(model: nn.Module, config: PreTrainedConfig) -> int | None:
     """The longest row for which rotary frequencies do not depend on the length; None for any length.
 
     A tree runs in one or several calls, whose lengths are not the lengths of its rows. So scalings that depend on the
@@ -544,7 +544,7 @@ def _check_rotary(model: nn.Module, config: Any) -> int | None:
     return min(borders, default=None)
 
 
-def _rotary_border(entry: dict[str, Any], config: Any) -> int | None:
+def _rotary_border(entry: dict[str, Any], config: PreTrainedConfig) -> int | None:
     kind = entry.get("rope_type", entry.get("type", "default"))
     if kind in STATIC_SCALINGS:
         return None

@@ -170,7 +170,7 @@ def _configs(inner: Any) -> list[Any]:
 def features_given(inner: Any, take: Callable[[], ImageFeatures]) -> Iterator[None]:
     """Within the block the model's forward takes the features of the tokens of a pass from `take`."""
 
-    def get_image_features(*_args: Any, **_kwargs: Any) -> SimpleNamespace:
+    def get_image_features(*_args: object, **_kwargs: object) -> SimpleNamespace:
         features = take()
         first, *deep = features.kinds
         made = first if features.as_tensor else (first,)

@@ -166,7 +166,7 @@ def _preset_model(name: str, seed: int, dtype: "torch.dtype | str") -> "PreTrain
     return model.to(dtype=kind).eval()
 
 
-def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
+def model_without_weights(config: "PreTrainedConfig", **options: Any) -> "nn.Module | None":
     """Build a causal LM of this configuration on the meta device, in evaluation mode.
 
     Returns:
@@ -193,7 +193,7 @@ def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
     return model if "attn_implementation" in options else with_softcap(model)
 
 
-def check_config(config: Any, **options: Any) -> "Capabilities | None":
+def check_config(config: "PreTrainedConfig", **options: Any) -> "Capabilities | None":
     """Run `check_model` on a model of this configuration without weights, in evaluation mode.
 
     Args:
@@ -239,7 +239,7 @@ def _config_of(source: str, options: dict[str, Any]) -> Any:
         return None
 
 
-def _auto_class(config: Any) -> Any:
+def _auto_class(config: "PreTrainedConfig") -> Any:
     """Return transformers' auto class for this configuration: that of text models, or of models for images and text."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from treetrain.errors import UnsupportedModel
 
@@ -49,7 +50,7 @@ class MixtureOfExperts:
     """The coefficient of the model's auxiliary loss; 0 if it adds none."""
 
 
-def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
+def check_experts(lm: nn.Module, config: PreTrainedConfig) -> MixtureOfExperts | None:
     """The model's experts; None for a model without any.
 
     Raises:
@@ -145,7 +146,7 @@ def _agreed(routers: list[Router], field: str) -> int | None:
     return value if not values and isinstance(value, int) else None
 
 
-def _auxiliary(lm: nn.Module, config: Any) -> float:
+def _auxiliary(lm: nn.Module, config: PreTrainedConfig) -> float:
     """Return the coefficient of the auxiliary loss that the model's own forward would add."""
     if not getattr(config, "output_router_logits", False):
         return 0.0

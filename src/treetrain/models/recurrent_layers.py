@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from treetrain.errors import UnsupportedModel
@@ -248,7 +249,7 @@ def recurrent_heads(model: nn.Module) -> dict[int, str]:
     return {kind.heads(layer): _UNITS.get(kind.what, "channels") for layer, kind in layers}
 
 
-def check_recurrence(model: nn.Module, config: Any) -> int:
+def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> int:
     """Count the recurrent layers, and check that all of them are exact on a tree.
 
     Args:
@@ -293,7 +294,7 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
     return len(known)
 
 
-def _try_tiny(layer: Any, config: Any) -> str | None:
+def _try_tiny(layer: Any, config: PreTrainedConfig) -> str | None:
     """Run a small layer of the same class by its own forward and by ours; say what is wrong if they disagree."""
     from treetrain.linear_attention.paths import Paths
 

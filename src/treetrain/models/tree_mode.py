@@ -343,10 +343,10 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
     def current() -> TreeRun | None:
         return calls[-1][1] if calls else None
 
-    def enter(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
         calls.append((module, kwargs.get(RUN_KEYWORD, current())))
 
-    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    def leave(module: nn.Module, _args: object, _output: object) -> None:
         if calls and calls[-1][0] is module:  # not if another hook failed before `enter`
             calls.pop()
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from treetrain.engine.ranks import Ranks
 from treetrain.trainers.skipped_steps import SkippedSteps
@@ -38,7 +38,7 @@ class StopWithCheckpoint(TrainerCallback):
         self._stuck = 0  # skipped steps in a row, if they are too many
         self._postponed = False
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Ask for a checkpoint if the run must stop."""
         self._signal = max(self._ranks.gather([*self._signals, 0][0]))
         if self._skipped.in_a_row >= self._most_skipped:
@@ -48,13 +48,13 @@ class StopWithCheckpoint(TrainerCallback):
         self._postponed = control.should_save and state.epoch.is_integer()
         control.should_save &= not self._postponed
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Ask for the checkpoint that has waited for the end of the epoch."""
         control.should_save |= self._postponed
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stop, now that the checkpoint is written."""
-        saved, resume = Path(args.output_dir, f"checkpoint-{state.global_step}"), self._trainer.how_to_resume
+        saved, resume = Path(args.output_dir or ".", f"checkpoint-{state.global_step}"), self._trainer.how_to_resume
         if self._signal:
             self._trainer.callback_handler.on_train_end(args, state, control)  # trackers close their files
             if args.process_index == 0:
@@ -80,7 +80,7 @@ def catch_signals() -> Iterator[list[int]]:
     """
     received: list[int] = []
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: object) -> None:
         received.append(number)
         os.write(2, b"\nstopping after this step, with a checkpoint\n")  # print may be in the middle of a line
 
