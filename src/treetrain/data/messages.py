@@ -217,8 +217,9 @@ def unwrapped(message: Record) -> dict[str, Any]:
     if "role" in content or not isinstance(kind, str) or kind not in LANGCHAIN_ROLES or "content" not in content:
         return dict(content if content.get("role") else message)
     made = {name: content[name] for name in ("content", "tool_call_id", "name") if content.get(name) is not None}
-    calls = content.get("tool_calls") or look_up(content, "additional_kwargs.tool_calls") or []
-    calls = [*calls, *(content.get("invalid_tool_calls") or ())]
+    calls = content.get("tool_calls") or look_up(content, "additional_kwargs.tool_calls")
+    if invalid := objects(content, "invalid_tool_calls"):
+        calls = [*objects({"tool_calls": calls}, "tool_calls"), *invalid]
     made |= {"role": LANGCHAIN_ROLES[kind]} | ({"tool_calls": calls} if calls else {})
     finish = tuple(f"response_metadata.{name}" for name in FINISH_KEYS)
     return made | picked(content, finish_reason=finish, reasoning_content="additional_kwargs.reasoning_content")

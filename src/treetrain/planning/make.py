@@ -175,9 +175,8 @@ class Budgeted:
             "recomputed": f"{f['recomputed_tokens']} tokens forward",
             "scored first": _scored_first(plan),
             "alive at once": f"{f['peak_tokens']} tokens",
-            "peak memory": f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state "
-            "(predicted)",
-            "time of a step": f"{seconds[0]} (predicted): {seconds[1]} recomputation, {seconds[2]} passes' fixed cost",
+            "peak memory": f"{Bytes(round(facts['peak_bytes']))} predicted, above model, gradients, optimiser state",
+            "time of a step": f"{seconds[0]} predicted: {seconds[1]} run twice, {seconds[2]} passes' fixed cost",
             "speeds": facts["speeds"],
         }
         lines = [f"{name:<17}{text}" for name, text in sentences.items() if text]
