@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import treetrain as tt
 from treetrain.testing import linear
+from treetrain.testing.contract import PureFloat64
 
 IMAGE, START, END = 60, 61, 62
 """The placeholder token, and those around an image."""
@@ -176,3 +177,41 @@ def plain_gradients(
     """A loss of the rows' scores by themselves, and its gradient."""
     total = loss(plain_scores(model, rows, temperature))
     return float(total.detach()), linear.gradients(model, total)
+
+
+def some_rows() -> list[tt.Trajectory]:
+    """Rows that share an image, another one, and text."""
+    cat, dog = image(1), image(2, 2, 3)
+    return [row(3, cat, 4, 5), row(3, cat, 4, 6), row(3, dog, 4, 5), row(3, 4, 5), row(3, cat, 7, dog), row(3, 4, 8)]
+
+
+def step_of_ranks(group: Any, first: int) -> float:
+    """The error of a step's gradients on this rank, whose loss is of all ranks' rows.
+
+    Args:
+        first: rows of the first rank; the others have the rest.
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rows, model = some_rows(), image_model("Qwen3-VL")
+    own = rows[:first] if dist.get_rank(group) == 0 else rows[first:]
+    with PureFloat64():
+        tt.TreeEngine(model, group=None).forward_backward(rows, tt.losses.sft())
+        alone = linear.gradients(model)
+        model.zero_grad()
+        wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+        tt.TreeEngine(wrapped).forward_backward(own, tt.losses.sft())
+    return linear.relative_error(linear.gradients(model), alone)
+
+
+def refusal_of_ranks(group: Any) -> str:
+    """What a sharded model says to rows with images."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(image_model("Qwen3-VL", torch.float32))
+    try:
+        tt.TreeEngine(model).score(some_rows())
+    except tt.UnsupportedModel as error:
+        return str(error)
+    return ""

@@ -145,7 +145,9 @@ def test_trainers_give_what_they_give_by_themselves(build, lora, name, tmp_path)
     options: dict[str, Any] = {"steps": 2, "gradient_accumulation_steps": 2}
     one, other = (train(make, tmp_path / str(shared), shared=shared, **options) for shared in (True, False))
     found = difference(one, other)
-    assert found.metrics < 1e-4 and found.updates < 1e-3, found
+    assert found.updates < 1e-3, found
+    # With a new adapter all of DPO's rewards are 0, so rounding decides its accuracy.
+    assert found.metrics < 1e-4 or (build is dpo and found.worst.startswith("rewards/accuracies")), found
 
 
 def settings(folder: Any, **more: Any) -> dict[str, Any]:
