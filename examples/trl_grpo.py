@@ -9,6 +9,7 @@ masked. The games of a round share the rules, those of a task its numbers too, a
 
 import argparse
 import json
+import os
 
 import torch
 from datasets import Dataset
@@ -90,7 +91,7 @@ def make(
         num_iterations=updates,
         # One group and task per micro-batch; all micro-batches of a step are still scored as one tree.
         per_device_train_batch_size=games,
-        gradient_accumulation_steps=len(TASKS),
+        gradient_accumulation_steps=max(len(TASKS) // int(os.environ.get("WORLD_SIZE", "1")), 1),
         max_completion_length=320,
         max_tool_calling_iterations=PATIENCE,
         epsilon_high=0.28,
