@@ -83,6 +83,9 @@ def test_rows_of_a_generator_are_all_read_and_the_guessed_format_is_said():
     found = from_messages(iter([{"nodes": [{"tokens": [1, 2, n]}]} for n in range(3)]))
     assert [row.ids.tolist() for row in found.trajectories] == [[1, 2, n] for n in range(3)]
     assert found.notes[0].startswith("read as nodes")
+    for format in ("auto", "langfuse"):
+        with pytest.raises(DataError, match="row 0: no record holds messages"):
+            from_messages([{"data": []}], format=format)
 
 
 def test_ids_and_rows_exactly_at_the_models_limits_are_read(write_rows):

@@ -121,7 +121,7 @@ def load(
     )
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
     found = (found for path in paths for found in read_records(path, reading.notes))
-    return reading.finished(collect(reading.rows(found, getattr(collect, "wants", None))))
+    return reading.finished(collect(reading.rows(found, str(paths[0]), getattr(collect, "wants", None))))
 
 
 def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
@@ -170,7 +170,7 @@ def from_messages(
             yield f"row {number}", record if isinstance(record, Mapping) else bad
 
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format)
-    return reading.finished(list(reading.rows(records())))
+    return reading.finished(list(reading.rows(records(), "row 0")))
 
 
 def detect_format(
@@ -182,7 +182,10 @@ def detect_format(
         DataError: the file cannot be read, or its first record is of no known format.
         ValueError: there is no format of this name.
     """
-    first = next(_records(read_records(path), Notes()), None) if format == "auto" else None
+    if format != "auto":
+        return _named(format), ""
+    if (first := next(_records(read_records(path), Notes()), None)) is None:
+        raise DataError(f"{path}: no record holds messages or token ids")
     return _detect(first, format, map)
 
 
@@ -212,13 +215,9 @@ def _named(name: str) -> Format:
     return Format(name, "", lambda record, notes: reader(record))
 
 
-def _detect(
-    first: tuple[str, Record | DataError] | None, format: str, map: Mapping[str, str] | None
-) -> tuple[Format, str]:
+def _detect(first: tuple[str, Record | DataError], format: str, map: Mapping[str, str] | None) -> tuple[Format, str]:
     if format != "auto":
         return _named(format), ""
-    if first is None:
-        raise DataError("no record holds messages or token ids")
     place, record = first
     if isinstance(record, DataError):
         raise DataError(f"{place}: {record}; the format is detected from this record: name it (format, --format)")
@@ -317,14 +316,17 @@ class _Reading:
         skipped = tuple(self.skipped)
         return LoadedFile(trajectories=rows, notes=self.notes.lines(), format=self.kind.name, skipped=skipped)
 
-    def rows(self, found: Records, wants: Callable[[Hashable, Hashable], bool] | None = None) -> Iterator[Trajectory]:
-        """The trajectories of all records, in order; see `load` for `wants`."""
+    def rows(
+        self, found: Records, begin: str, wants: Callable[[Hashable, Hashable], bool] | None = None
+    ) -> Iterator[Trajectory]:
+        """The trajectories of all records, in order, where `begin` says in words; see `load` for `wants`."""
         notes, records = self.notes, _records(found, self.notes)
-        first = next(records, None)
+        if (first := next(records, None)) is None:
+            raise DataError(f"{begin}: no record holds messages or token ids")
         self.kind, why = _detect(first, self.format, self.map)
         if why:
             notes.add(why, None)
-        self.wants, records = wants, chain([first] if first else [], records)
+        self.wants, records = wants, chain([first], records)
         records = _sessions(records, self.kind.session) if self.kind.session else records
         yield from self._made(islice(records, None if self.limit is None else max(self.limit, 0)))
         if self.records == self.limit and next(records, None) is not None:
