@@ -27,7 +27,6 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
-from treetrain.models.images import FAMILIES, takes_images
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
 from treetrain.trainers.batches import IMAGES, TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, rows_of
@@ -750,11 +749,15 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 def image_arguments(model: nn.Module) -> set[str]:
     """Keyword arguments by which a model is given images that a tree computes; none for most models."""
+    from treetrain.models.images import takes_images
+
     return {*IMAGES, "mm_token_type_ids"} if takes_images(model) else set()
 
 
 def check_inputs(unknown: Sequence[str]) -> None:
     """Raise ValueError if a call has arguments of these names, which trees do not know."""
+    from treetrain.models.images import FAMILIES
+
     if media := [key for key in unknown if key.startswith(MEDIA) or key in TOKEN_TYPES]:
         raise ValueError(
             f"the batch has images ({', '.join(media)}), which share_prefixes does not compute on trees of this model: "
@@ -789,6 +792,7 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
     Raises:
         ValueError, UnsupportedModel: the message names the setting to change.
     """
+    from treetrain.models.images import FAMILIES, takes_images
 
     args, accelerator = trainer.args, trainer.accelerator
     distributed = str(accelerator.distributed_type.value)
