@@ -12,7 +12,7 @@ from torch import nn
 
 import treetrain as tt
 from support import models
-from support.models import BASE, build, make_config, make_model
+from support.models import BASE, build, make_config, make_model, needs_transformers
 from treetrain.engine import costs
 from treetrain.engine.costs import cost_if_countable, cost_of, count, count_config, count_named
 from treetrain.engine.executor import Executor, Part, PassCounts
@@ -33,6 +33,15 @@ FAST = {"gpt2", "deepseek_v3", "llama4_text", "gpt_oss", "qwen3_next", "lfm2"}
 every_family = pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
+
+
+@pytest.fixture(autouse=True)
+def counted(request: pytest.FixtureRequest) -> None:
+    """Skip a family whose mask depends on the value of a tensor, which cannot be counted."""
+    if "name" in request.fixturenames and request.getfixturevalue("name").startswith("qwen3_next"):
+        needs_transformers("5.6", "its mask depends on the value of a tensor")
+
+
 RECURRENT = {"qwen3_next", "qwen3_next_dense", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2"}
 TOKENS = 64
 SIZES = {"hidden_size": 64, "intermediate_size": 128}

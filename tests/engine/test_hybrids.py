@@ -11,7 +11,7 @@ import torch
 
 import treetrain as tt
 from support.cases import OTHERS
-from support.models import MAMBA, make_model
+from support.models import MAMBA, make_model, needs_transformers
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
 from treetrain import kernel_checks
@@ -255,6 +255,7 @@ def test_tiles_take_the_place_of_a_kernel_that_is_wrong_here(family, kind, reaso
 
 def test_a_layer_is_tried_without_the_kernels_that_are_installed(monkeypatch):
     """transformers takes flash-linear-attention's on any device once it is installed, and it has none for the CPU."""
+    needs_transformers("5.16", "a layer keeps the kernel that it found when it was made")
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
     def kernel(*_args, **_kwargs):

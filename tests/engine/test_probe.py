@@ -73,6 +73,7 @@ def test_an_adapter_of_any_type_is_exact_or_refused_by_name(kind):
         torch.testing.assert_close(own, row, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not hasattr(peft, "LilyConfig"), reason="this peft has no such adapter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 def test_an_adapter_that_mixes_tokens_is_refused_before_it_has_learned_anything(target, dtype):

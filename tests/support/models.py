@@ -6,8 +6,10 @@ bend the scores, 4 experts of which 2 are chosen, layers of every kind.
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 
 from treetrain.testing.forests import VOCAB
@@ -264,9 +266,22 @@ VARIANTS = {  # beside the registry: other builds of the same kinds of layers
     ),
 }
 
+SINCE = dict.fromkeys(("granitemoehybrid", "nemotron_h", "olmo_hybrid", "zamba2"), "5.16") | dict.fromkeys(
+    ("falcon_h1", "falcon_h1_plain"), "5.6"
+)
+"""Oldest transformers with these settings, or with a build of the family that is not refused by name."""
+
+
+def needs_transformers(oldest: str, reason: str) -> None:
+    """Skip the test under an older release."""
+    if Version(transformers.__version__) < Version(oldest):
+        pytest.skip(f"transformers {transformers.__version__} is older than {oldest}: {reason}")
+
 
 def make_config(name: str, **changes: Any) -> Any:
     """The configuration of a family; `changes` overrule its own settings."""
+    if name in SINCE:
+        needs_transformers(SINCE[name], f"{name} is refused, or its settings have other names")
     family = FAMILIES.get(name) or VARIANTS[name]
     return getattr(transformers, family.config)(**(BASE | family.own | changes))
 

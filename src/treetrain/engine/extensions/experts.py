@@ -228,7 +228,9 @@ def check_recorded(tree: TokenTree, experts: MixtureOfExperts | None) -> None:
     if recorded is None or not (recorded >= 0).any():
         return
     if experts is None:
-        raise DataError("rows have recorded experts, but the model has none; leave `experts` out")
+        raise DataError(
+            "rows have recorded experts, but no router of the model returns the experts it chose; leave `experts` out"
+        )
     layers, each = recorded.shape[1:]
     if layers not in (experts.places, experts.layers) or each != experts.top_k:
         raise DataError(
