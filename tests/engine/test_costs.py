@@ -33,6 +33,9 @@ FAST = {"gpt2", "deepseek_v3", "llama4_text", "gpt_oss", "qwen3_next", "lfm2"}
 every_family = pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
+RECURRENT = {"qwen3_next", "qwen3_next_dense", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2"}
+TOKENS = 64
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +43,6 @@ def counted(request: pytest.FixtureRequest) -> None:
     """Skip a family whose mask depends on the value of a tensor, which cannot be counted."""
     if "name" in request.fixturenames and request.getfixturevalue("name").startswith("qwen3_next"):
         needs_transformers("5.6", "its mask depends on the value of a tensor")
-
-
-RECURRENT = {"qwen3_next", "qwen3_next_dense", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2"}
-TOKENS = 64
-SIZES = {"hidden_size": 64, "intermediate_size": 128}
 
 
 def checkpoint_layers(model: nn.Module) -> None:
