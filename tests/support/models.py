@@ -275,7 +275,9 @@ SINCE = dict.fromkeys(("granitemoehybrid", "nemotron_h", "olmo_hybrid", "zamba2"
 def needs_transformers(oldest: str, reason: str) -> None:
     """Skip the test under an older release."""
     if Version(transformers.__version__) < Version(oldest):
-        pytest.skip(f"transformers {transformers.__version__} is older than {oldest}: {reason}")
+        pytest.skip(
+            f"transformers {transformers.__version__} is older than {oldest}: {reason}", allow_module_level=True
+        )
 
 
 def make_config(name: str, **changes: Any) -> Any:

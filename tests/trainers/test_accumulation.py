@@ -17,6 +17,8 @@ from treetrain.trainers.step_scores import Arrivals, StepScores, next_of
 class Rows(NamedTuple):
     ids: list
     masks: list
+    images: tuple = ()
+    image_token: int | None = None
 
 
 def rows_of(inputs):

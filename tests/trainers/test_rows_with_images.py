@@ -9,13 +9,17 @@ import trainer_runs as runs
 from datasets import Dataset
 from PIL import Image
 from trainer_runs import adapter, difference, train
-from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil, Trainer, TrainingArguments
+from transformers import Qwen2_5_VLProcessor, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import treetrain as tt
 from support import images
+from support.models import needs_transformers
 from support.tree_runs import make_arguments
 from treetrain.trainers.tree_trainer import TreeTrainer
+
+needs_transformers("5.16", "processors have other classes")
+from transformers import Qwen2VLImageProcessorPil  # noqa: E402
 
 SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 PLACE = "<|vision_start|> <|image_pad|> <|vision_end|>"

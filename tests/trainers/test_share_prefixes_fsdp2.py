@@ -19,12 +19,13 @@ from datasets import Dataset
 from trainer_runs import BUILDERS, Difference, Run, difference, train
 
 import treetrain as tt
-from support.fsdp_on_cpus import let_accelerate_shard
+from support.fsdp_on_cpus import let_accelerate_shard, needs_sharding_on_cpus
 from support.processes import Processes, RankFailed
 from treetrain.engine.extensions.process_group import is_shard, is_sharded
 from treetrain.engine.score import Scored, Scoring
 from treetrain.trainers import step_scores
 
+pytestmark = needs_sharding_on_cpus
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 
 

@@ -17,6 +17,7 @@ from trainer_runs import BUILDERS, Run, difference, double, train
 from transformers import Gemma2Config, Gemma2ForCausalLM, Trainer
 
 import treetrain as tt
+from support.fsdp_on_cpus import needs_sharding_on_cpus
 from treetrain.testing.contract import DOUBLE, SINGLE
 
 ROWS = [
@@ -408,7 +409,7 @@ def on_ranks(group: Any, name: str, folder: str, steps: int, settings: dict[str,
         ("plain", {"masked": True, "train_sampling_strategy": "sequential"}),  # a rank without labels
         pytest.param("plain", {"lora": True, "budget": 40, "ddp_find_unused_parameters": True}, marks=pytest.mark.slow),
         pytest.param("sft", {}, marks=pytest.mark.slow),
-        ("plain", {"sharded": True}),
+        pytest.param("plain", {"sharded": True}, marks=needs_sharding_on_cpus),
         pytest.param("plain", {"sharded": True, "lora": True, "budget": 40}, marks=pytest.mark.slow),
         pytest.param("sft", {"sharded": True}, marks=pytest.mark.slow),
     ],
