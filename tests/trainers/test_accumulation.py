@@ -2,7 +2,6 @@
 
 import weakref
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,21 +9,14 @@ import torch
 from torch import nn
 
 from treetrain.engine.deferred import Deferral
-from treetrain.trainers.batches import model_inputs
+from treetrain.trainers.batches import Rows, model_inputs
 from treetrain.trainers.step_scores import Arrivals, StepScores, next_of
-
-
-class Rows(NamedTuple):
-    ids: list
-    masks: list
-    images: tuple = ()
-    image_token: int | None = None
 
 
 def rows_of(inputs):
     """Every row of a batch without padding, all predictions wanted."""
     ids = [np.array(row) for row in inputs["input_ids"].tolist()]
-    return Rows(ids, [np.ones(len(row) - 1, bool) for row in ids])
+    return Rows(ids, [np.ones(len(row) - 1, bool) for row in ids], [], torch.empty(0))
 
 
 class Tree:

@@ -37,6 +37,7 @@ from treetrain.errors import DataError, expect, nearest, quoted, shortened
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Records = Iterator[tuple[str, Record | DataError]]
+NOTHING = "no record holds messages or token ids"
 OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
 PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", "first_id", "last_id", "links"}
@@ -121,7 +122,7 @@ def load(
     )
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
     found = (found for path in paths for found in read_records(path, reading.notes))
-    return reading.finished(collect(reading.rows(found, str(paths[0]), getattr(collect, "wants", None))))
+    return reading.finished(collect(reading.rows(found, f"{paths[0]}: {NOTHING}", getattr(collect, "wants", None))))
 
 
 def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
@@ -170,7 +171,7 @@ def from_messages(
             yield f"row {number}", record if isinstance(record, Mapping) else bad
 
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format)
-    return reading.finished(list(reading.rows(records(), "row 0")))
+    return reading.finished(list(reading.rows(records(), f"no rows were given: {NOTHING}")))
 
 
 def detect_format(
@@ -185,7 +186,7 @@ def detect_format(
     if format != "auto":
         return _named(format), ""
     if (first := next(_records(read_records(path), Notes()), None)) is None:
-        raise DataError(f"{path}: no record holds messages or token ids")
+        raise DataError(f"{path}: {NOTHING}")
     return _detect(first, format, map)
 
 
@@ -317,12 +318,12 @@ class _Reading:
         return LoadedFile(trajectories=rows, notes=self.notes.lines(), format=self.kind.name, skipped=skipped)
 
     def rows(
-        self, found: Records, begin: str, wants: Callable[[Hashable, Hashable], bool] | None = None
+        self, found: Records, nothing: str, wants: Callable[[Hashable, Hashable], bool] | None = None
     ) -> Iterator[Trajectory]:
-        """The trajectories of all records, in order, where `begin` says in words; see `load` for `wants`."""
+        """The trajectories of all records, in order; see `load` for `wants`. `nothing`: the error if there are none."""
         notes, records = self.notes, _records(found, self.notes)
         if (first := next(records, None)) is None:
-            raise DataError(f"{begin}: no record holds messages or token ids")
+            raise DataError(nothing)
         self.kind, why = _detect(first, self.format, self.map)
         if why:
             notes.add(why, None)
