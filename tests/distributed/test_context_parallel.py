@@ -44,6 +44,7 @@ def test_kinds_of_layers(run_on_ranks, family, changes):
 AUXILIARY = (("output_router_logits", True), ("router_aux_loss_coef", 0.7))
 
 
+@pytest.mark.slow
 def test_the_routers_auxiliary_loss_and_recorded_experts(run_on_ranks):
     job = Job("context", "ppo entropy", family="qwen3_moe", changes=KEYS + AUXILIARY)
     for shape in ("1 part", "chunks of 7", "shared prefill"):
@@ -75,7 +76,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize(
-    "beside", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("group", "ddp"))) for each in BESIDE]
+    "beside", [pytest.param(each, marks=[pytest.mark.slow] * (each != "hybrid")) for each in BESIDE]
 )
 def test_on_a_mesh_of_data_and_context(run_on_ranks, beside):
     job = dataclasses.replace(BESIDE[beside], parallel="context", beside=beside, changes=KEYS)
@@ -115,7 +116,9 @@ def test_heads_of_keys_and_values_are_repeated_for_ranks_that_do_not_divide_them
             assert outcome["error"] <= 1e-12, outcome
 
 
-@pytest.mark.parametrize("keeps", ["kept", "partly", "recomputed"])
+@pytest.mark.parametrize(
+    "keeps", ["partly", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kept", "recomputed"))]
+)
 def test_score_now_and_backward_later(run_on_ranks, keeps):
     plans = (("chunks of 7", "mixed"),) * 2
     for outcome in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", ("qwen3", KEYS)):

@@ -349,6 +349,7 @@ def test_the_passes_of_a_sharded_model_can_be_timed(run_on_ranks) -> None:
     assert all(run_on_ranks(measuring))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_interrupted_is_out_of_step_and_says_so(run_on_ranks) -> None:
     with pytest.raises(RankFailed, match="rank 1: the process ended") as failed:
         run_on_ranks(interrupted)

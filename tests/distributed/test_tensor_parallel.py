@@ -218,7 +218,7 @@ def test_kinds_of_layers_and_heads(run_on_ranks, family, changes):
         ("qwen3_moe", (), (("tp_plan", WHOLE),)),  # only the experts are divided, and embedding and head
         ("mixtral", (), ()),
         ("gpt_oss", (), (("ep_implementation", "all_to_all"),)),
-        ("qwen3_next", (), ()),  # recurrent layers, shared experts
+        pytest.param("qwen3_next", (), (), marks=pytest.mark.slow),  # recurrent layers, shared experts
         ("deepseek_v3", (("num_key_value_heads", 4),), ()),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -227,6 +227,7 @@ def test_experts_divided_over_ranks(run_on_ranks, family, changes, divided):
     check(run_on_ranks, Job("expert", "ppo entropy", family=family, changes=KEYS + changes, divided=divided, budget=4))
 
 
+@pytest.mark.slow
 def test_divided_experts_with_values_checkpointed_layers_and_several_calls(run_on_ranks):
     job = Job("expert", "sft", family="qwen3_moe", changes=KEYS, budget=4)
     check(run_on_ranks, dataclasses.replace(job, loss="value", value_head=True, checkpointing=True))
@@ -272,7 +273,7 @@ def test_gradients_of_norms_accumulate_over_calls_where_plain_transformers_count
         assert max(outcome.values()) <= 1e-12, outcome
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_lora_on_column_and_row_wise_layers_and_recorded_experts(run_on_ranks, family):
     pytest.importorskip("peft")
     assert max(run_on_ranks(adapted, family)) <= 1e-12

@@ -75,6 +75,7 @@ def test_a_row_of_grpo_trains_the_reply_and_nothing_else(tokenizer):
         assert row.ids[row.weights > 0].tolist() == reply
 
 
+@pytest.mark.slow
 def test_dpo_begins_at_the_reference(model):
     (first,) = dpo.main(steps=1, pairs_per_step=2, lr=3e-4, model=model)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(first["margin"]) < 1e-3
@@ -94,6 +95,7 @@ def test_a_pair_is_two_games_of_one_task_and_the_better_one_is_chosen():
     assert len({row.pair for pair in pairs for row in pair}) == 2
 
 
+@pytest.mark.slow
 def test_an_own_loss_falls():
     losses = own_loss.main(steps=3, games=2)
     assert losses[-1] < 0.8 * losses[0]

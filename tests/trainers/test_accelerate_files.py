@@ -126,6 +126,7 @@ def refused(group: Any, file: str, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_file_for_fsdp1_is_refused(two, tmp_path):
     for said in two.run(refused, str(FILES / "fsdp1.yaml"), str(tmp_path), timeout=200):
         assert "fsdp_version: 1" in said and "set fsdp_version: 2" in said

@@ -378,7 +378,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     "long rows, checkpointing, budget": {"length": 120, "budget": 60, "gradient_checkpointing": True},
     "long rows, TRL, budget": {"length": 120, "budget": 60, "trl": True, "vocabulary": 4096, "hidden": 512},
 }
-FAST = ("few tokens, bfloat16", "long rows, TRL, budget")
+FAST = ("few tokens, bfloat16",)
 
 
 @pytest.mark.parametrize(

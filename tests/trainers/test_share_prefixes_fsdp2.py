@@ -143,7 +143,8 @@ def three(group: Any, name: str, folder: str) -> list[float]:
     return [difference(each, exact).updates for each in runs]
 
 
-@pytest.mark.parametrize("name", ["dpo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_bfloat16_is_no_further_from_float32_than_without_shared_prefixes(two, name, tmp_path):
     for ours, theirs in two.run(three, name, str(tmp_path), timeout=600):
         assert 1e-4 < ours <= 1.5 * theirs
@@ -467,6 +468,7 @@ HOOKED = {**TWO, "max_grad_norm": 0.0, "steps": 2, "train_sampling_strategy": "s
             partial(with_loss, partial(from_output, False)),
             {**TWO, "steps": 1, "evaluate": True},
             id="evaluates logits",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -536,6 +538,7 @@ def dies(group: Any, folder: str) -> str:
     return f"{time.monotonic() - begin}"
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_releases_the_other(tmp_path):
     processes = Processes(2)
     with pytest.raises(RankFailed, match="rank 1: the process ended"):

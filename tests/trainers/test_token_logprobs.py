@@ -406,7 +406,9 @@ def on_ranks(group: Any, name: str, folder: str, steps: int, settings: dict[str,
 @pytest.mark.parametrize(
     "name, settings",
     [
-        ("plain", {"masked": True, "train_sampling_strategy": "sequential"}),  # a rank without labels
+        pytest.param(  # a rank without labels
+            "plain", {"masked": True, "train_sampling_strategy": "sequential"}, marks=pytest.mark.slow
+        ),
         pytest.param("plain", {"lora": True, "budget": 40, "ddp_find_unused_parameters": True}, marks=pytest.mark.slow),
         pytest.param("sft", {}, marks=pytest.mark.slow),
         pytest.param("plain", {"sharded": True}, marks=needs_sharding_on_cpus),
