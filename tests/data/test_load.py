@@ -84,7 +84,7 @@ def test_rows_of_a_generator_are_all_read_and_the_guessed_format_is_said():
     assert [row.ids.tolist() for row in found.trajectories] == [[1, 2, n] for n in range(3)]
     assert found.notes[0].startswith("read as nodes")
     for format in ("auto", "langfuse"):
-        with pytest.raises(DataError, match="no rows were given: no record holds messages"):
+        with pytest.raises(DataError, match="row 0: no rows were given, or no record holds messages"):
             from_messages([{"data": []}], format=format)
 
 

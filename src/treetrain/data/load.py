@@ -171,7 +171,7 @@ def from_messages(
             yield f"row {number}", record if isinstance(record, Mapping) else bad
 
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format)
-    return reading.finished(list(reading.rows(records(), f"no rows were given: {NOTHING}")))
+    return reading.finished(list(reading.rows(records(), f"row 0: no rows were given, or {NOTHING}")))
 
 
 def detect_format(
