@@ -21,7 +21,7 @@ from accelerate.utils.launch import (
 )
 from trainer_runs import BUILDERS, Run, difference, train
 
-from support.fsdp_on_cpus import let_accelerate_shard
+from support.fsdp_on_cpus import let_accelerate_shard, needs_sharding_on_cpus
 from treetrain.engine.extensions.process_group import is_sharded
 
 FILES = Path(trl.__file__).parent / "accelerate_configs"
@@ -132,6 +132,7 @@ def test_the_file_for_fsdp1_is_refused(two, tmp_path):
         assert "fsdp_version: 1" in said and "set fsdp_version: 2" in said
 
 
+@needs_sharding_on_cpus
 def test_the_file_for_context_parallel_is_refused(two, tmp_path):
     (file := tmp_path / "context_parallel.yaml").write_text(CONTEXT_PARALLEL)
     for said in two.run(refused, str(file), str(tmp_path), timeout=200):
