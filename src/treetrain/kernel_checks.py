@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 logger = logging.getLogger(__name__)
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -63,8 +64,9 @@ def failure_of(
 
 def _failure(errors: Callable[[], dict[str, float]], limit: float) -> str | None:
     try:
-        # The caller may be anywhere: without gradients, under autocast, in inference mode.
-        with torch.inference_mode(False), torch.enable_grad():
+        # The caller may be anywhere: without gradients, under autocast, in inference mode, among tensors without data
+        # (a model's costs are counted so), where nothing can be compared.
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             found = errors()
     except torch.OutOfMemoryError:
         raise

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_varlen import WIDE, SequenceBySequence
+from torch._subclasses import FakeTensorMode
 
 from support.models import make_model
 from support.plans import planned
@@ -217,6 +218,13 @@ def test_the_check_leaves_the_random_state_and_the_callers_gradient_mode():
         assert self_check.failure_of_backend(*given, sinks=False, below_path=True) is None
         assert not torch.is_grad_enabled() and torch.is_autocast_enabled("cpu")
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_check_compares_numbers_where_the_caller_has_tensors_without_data():
+    with FakeTensorMode():
+        x = torch.zeros(2, 4, 16)
+        given = ("matmul", BACKENDS["matmul"], x, x, x, PLAIN_ATTENTION)
+        assert self_check.failure_of_backend(*given, sinks=False, below_path=True) is None
 
 
 def test_a_want_of_memory_says_nothing_about_the_backend(monkeypatch):
