@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import rows as result_rows
+import treetrain as tt
+from workloads import qwen3_model
 
 ROOT = Path(__file__).parents[1]
 GAMES = ROOT / "examples" / "countdown" / "train.jsonl.gz"
@@ -42,8 +44,6 @@ def load(work: str) -> list:
     calls: a row for every LLM call of some games of one puzzle. search: games of two puzzles, the leaves of search
     trees. control: the same games, each with a first token of its own, so that they share nothing.
     """
-    import treetrain as tt
-
     tokenizer = tt.load_tokenizer("tiny")
     if work == "calls":
         loaded = tt.load(GAMES, tokenizer=tokenizer, chat_template="chatml", view="calls", limit=4)
@@ -56,30 +56,13 @@ def load(work: str) -> list:
 
 def model_11m():
     """A Qwen3-shaped model of 11M parameters, float32."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    import treetrain as tt
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tt.load_tokenizer("tiny")),
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
+    return qwen3_model(layers=6, vocab_size=len(tt.load_tokenizer("tiny")))
 
 
 def measure(work: str, rounds: int) -> list[dict[str, str]]:
     """A row for every way of running a work."""
     import torch
 
-    import treetrain as tt
     from treetrain.engine.costs import count
     from treetrain.engine.linear import LinearEngine
     from treetrain.planning.cost import budget_share

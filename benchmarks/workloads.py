@@ -84,15 +84,20 @@ def _codet_rows(number: int) -> list[tt.Trajectory]:
 
 def model_30m(seed: int = 0):
     """A Qwen3-shaped model of 30.4M parameters (6.3M of them the tied embedding), float32."""
+    return qwen3_model(layers=14, vocab_size=VOCAB, seed=seed)
+
+
+def qwen3_model(*, layers: int, vocab_size: int, seed: int = 0):
+    """A Qwen3-shaped model of 1.7M parameters a layer and a tied embedding, float32, with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=384,
         intermediate_size=1152,
-        num_hidden_layers=14,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=64,

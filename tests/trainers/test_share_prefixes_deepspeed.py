@@ -84,7 +84,7 @@ def both(
 
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "plain": ("plain", 2, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "plain": ("plain", 2, {}, TWO),
     "plain, clipped, budget": (
         "plain",
         1,
@@ -107,12 +107,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "sft lora": ("sft", 2, {}, {"lora": True, "per_device_train_batch_size": 4, "max_grad_norm": 0.1}),
     "sft offload": ("sft", 2, OFFLOAD, {"gradient_accumulation_steps": 2, **ADAM}),
     "dpo": ("dpo", 2, {}, {"per_device_train_batch_size": 4}),
-    "dpo lora": ("dpo", 1, {}, {"lora": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
-    "grpo": ("grpo", 2, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "dpo lora": ("dpo", 1, {}, {"lora": True, **TWO}),
+    "grpo": ("grpo", 2, {}, TWO),
     "grpo lora": ("grpo", 1, {}, {"lora": True}),
     "kto": ("kto", 2, {}, {"per_device_train_batch_size": 4}),
     "reward": ("reward", 2, {}, {"per_device_train_batch_size": 4}),
-    "plain, partitioned": ("plain", 3, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "plain, partitioned": ("plain", 3, {}, TWO),
     "plain, partitioned, clipped, budget": (
         "plain",
         3,
@@ -136,7 +136,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "dpo, partitioned": ("dpo", 3, {}, {"per_device_train_batch_size": 4}),
     "dpo lora, partitioned": ("dpo", 3, {}, {"lora": True, "per_device_train_batch_size": 4, "budget": 40}),
-    "grpo, partitioned": ("grpo", 3, {}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "grpo, partitioned": ("grpo", 3, {}, TWO),
     "grpo lora, partitioned from the start": ("grpo", 3, {}, {"lora": True, "from_start": True}),
     "reward, partitioned": ("reward", 3, {}, {"per_device_train_batch_size": 4}),
     "kto, partitioned": ("kto", 3, {}, {"per_device_train_batch_size": 4}),

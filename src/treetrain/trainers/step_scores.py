@@ -129,7 +129,7 @@ class Arrivals(NamedTuple):
 
 
 def next_of(ranks: Sequence[Arrivals], *, expected: bool) -> Literal["backward", "wait", "drop"]:
-    """What happens to a tree next: the same on all ranks that run its passes together.
+    """Decide what happens to a tree next, the same on all ranks that run its passes together.
 
     Args:
         expected: whether gradients are still expected where none have arrived.

@@ -244,7 +244,7 @@ def call_rows(known: Record, request: Any, response: Any, notes: Notes) -> list[
 
 
 def _completed_texts(request: Any, response: Any) -> list[dict[str, Any]]:
-    """What the completions API answered to a text, which no chat template wrote; empty for other APIs."""
+    """Records of texts that the completions API answered, which no chat template wrote; empty for other APIs."""
     prompt, choices = look_up(request, "prompt"), look_up(response, "choices")
     if not isinstance(prompt, str) or not isinstance(choices, list) or look_up(request, "messages") is not None:
         return []
