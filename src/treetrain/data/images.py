@@ -90,11 +90,9 @@ def image_runs(
 
 
 def checked_images(
-    images: Mapping[str, Any] | Sequence[Image] | None, image_token: int | None, ids: Int32[np.ndarray, " L"]
+    images: Mapping[str, Any] | Sequence[Image], image_token: int | None, ids: Int32[np.ndarray, " L"]
 ) -> tuple[Image, ...]:
     """The images of a row; raises DataError unless the row has one run of placeholders for each."""
-    if images is None:
-        return ()
     found = split_images(images) if isinstance(images, Mapping) else tuple(images)
     for image in found:
         if not isinstance(image, Image):

@@ -138,7 +138,7 @@ class Trajectory:
                     raise DataError(f"{name} is a {type(value).__name__}; give a string, number or tuple") from error
             facts.update(names, ids=token_ids, reward=_reward(reward), chosen=_chosen(chosen))
             facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
-            facts["images"] = checked_images(images, image_token, token_ids)
+            facts["images"] = () if images is None else checked_images(images, image_token, token_ids)
             facts["image_token"] = image_token
         except DataError as error:
             raise DataError(f"trajectory{'' if id is None else f' {quoted(id)}'}: {error}") from error

@@ -17,7 +17,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     device = CPU if own.type == "meta" else own
     capabilities = check_model(model, critics=True)
     lm = causal_lm(model)
+    recurrent = capabilities.recurrent_layers > 0
     weights = [p for p in lm.parameters() if p.dim() > 1]
     tokens = TOKENS
     while any(tokens in weight.shape for weight in weights):
@@ -139,7 +140,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
             decoder = copy.base_model
             layers = _layers_of(decoder, lm.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
             with meter, _tallied(layers, meter), torch.enable_grad():
-                output = _run(decoder, meter, tokens)
+                output = _run(decoder, meter, tokens, recurrent=recurrent)
                 saved, copies = meter.now, meter.weights_now
                 meter.peak = meter.now
                 output.sum().backward()
@@ -147,7 +148,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
                 del output
             forward = Meter(meter.shapes, flash=meter.flash)
             with forward, _tallied(layers, forward), torch.no_grad():
-                _run(decoder, forward, tokens)
+                _run(decoder, forward, tokens, recurrent=recurrent)
     except UnsupportedModel:
         raise
     except Exception as error:  # any error from tensors without data
@@ -247,19 +248,19 @@ def _head_bytes(
     return 2 * wide + (b if b < wide else 0), head_pass
 
 
-def _run(decoder: Any, meter: Meter, tokens: int) -> Float[Tensor, "1 N hidden"]:
+def _run(decoder: Any, meter: Meter, tokens: int, *, recurrent: bool) -> Float[Tensor, "1 N hidden"]:
     """Run a chain; return its last hidden states. Its embeddings require a gradient."""
     layout = pack(build_tree([np.zeros(tokens, np.int32)]), trim=False)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
-    paths = CountedPaths(layout, CPU)
-    paths.tally = meter.tally
-    run = TreeRun(CountedAttention(meter), tokens, ids[0], [paths])
+    extras = [CountedPaths(layout, CPU, meter.tally)] if recurrent else []
+    run = TreeRun(CountedAttention(meter), tokens, ids[0], extras)
     table = decoder.get_input_embeddings()
 
     def embed(ids: Int[Tensor, "1 N"], *_: object, **__: object) -> Float[Tensor, "1 N hidden"]:
         return torch.empty(*ids.shape, table.weight.shape[1], dtype=table.weight.dtype, requires_grad=True)
 
-    with tree_attention(decoder), tree_recurrence(decoder), replaced(table, forward=embed):
+    recurrence = tree_recurrence(decoder) if recurrent else nullcontext()
+    with tree_attention(decoder), recurrence, replaced(table, forward=embed):
         made = decoder(input_ids=ids, position_ids=ids, attention_mask=None, use_cache=False, **{RUN_KEYWORD: run})
     return made[0]
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from treetrain.linear_attention.paths import Paths, Rule
 from treetrain.planning.cost import WIDE
 from treetrain.softmax_attention.schedule import AttentionSpec
-from treetrain.tree.layout import AttentionRange
+from treetrain.tree.layout import AttentionRange, PackedLayout
 
 Tallied = str | tuple[str, AttentionRange]
 """What is summed up: a name, or FLOPs of attention with the range that its layer sees."""
@@ -178,7 +178,9 @@ class HeldAttention(torch.autograd.Function):
 class CountedPaths(Paths):
     """The paths of a chain; records the size of the states that recurrent layers pass on."""
 
-    tally: Counter[Tallied]
+    def __init__(self, layout: PackedLayout, device: torch.device, tally: Counter[Tallied]):
+        super().__init__(layout, device)
+        self.tally = tally
 
     def convolve(
         self, layer: Hashable, inputs: Float[Tensor, "N C"], weight: Float[Tensor, "C taps"]

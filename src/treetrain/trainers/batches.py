@@ -375,7 +375,7 @@ def tree_of(batches: Sequence[Rows]) -> TokenTree:
     """The rows of some batches as a tree whose trained tokens are the wanted ones; without masks all are trained."""
     made = []
     for rows in batches:
-        masks, images = rows.masks or [None] * len(rows.ids), rows.images or [()] * len(rows.ids)
+        masks, images = rows.masks or [None] * len(rows.ids), rows.images or [None] * len(rows.ids)
         for row, mask, own in zip(rows.ids, masks, images):
             weights = None if mask is None else np.concatenate([[0.0], mask])[: len(row)]
             made.append(Trajectory(row, loss_weights=weights, images=own, image_token=rows.image_token))

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.process_group import is_sharded
 from treetrain.engine.score import Scored
 from treetrain.trainers.step_scores import Step, StepScores
 
@@ -38,11 +38,14 @@ class Processes:
 
     def check(self, trainer: Any) -> None:
         """Raise ValueError for settings that cannot be exact."""
-        if is_sharded(trainer.model):
-            raise ValueError(
-                "share_prefixes cannot be exact with a model that is sharded already; let accelerate shard it "
-                "(accelerate launch with fsdp_version: 2), or train it with tt.TreeTrainer"
-            )
+        if dist.is_available() and dist.is_initialized():
+            from treetrain.engine.extensions.process_group import is_sharded
+
+            if is_sharded(trainer.model):
+                raise ValueError(
+                    "share_prefixes cannot be exact with a model that is sharded already; let accelerate shard it "
+                    "(accelerate launch with fsdp_version: 2), or train it with tt.TreeTrainer"
+                )
 
     def check_prepared(self, model: nn.Module) -> None:
         """Raise ValueError for a model that cannot be exact in the way in which accelerate has prepared it."""

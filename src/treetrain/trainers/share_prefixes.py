@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -306,21 +306,22 @@ class PrefixSharing:
 
     def _compare_settings(self, model: nn.Module) -> None:
         """Raise RanksDisagree on all ranks, before the first step, unless they have the same settings."""
+        if self._compared:
+            return
         sharing = self._engine(model, self._head).sharing
-        if not self._compared:
-            with sharing.ranks.together("share_prefixes"):
-                self.processes.check_prepared(model)
-                sharing.ranks.same(
-                    {
-                        **self._versions(),
-                        "the trainer": type(self.trainer).__name__,
-                        "check": self.check,
-                        "the temperature and outputs of the trainer's scores": self._head,
-                        "gradient_accumulation_steps": self.trainer.args.gradient_accumulation_steps,
-                        "trained weights": sum(p.requires_grad for p in model.parameters()),
-                    }
-                )
-            self.steps.ranks, self.steps.all_ranks, self._compared = sharing.passes_with, sharing.ranks, True
+        with sharing.ranks.together("share_prefixes"):
+            self.processes.check_prepared(model)
+            if not sharing.ranks.alone:
+                settings = {
+                    **self._versions(),
+                    "the trainer": type(self.trainer).__name__,
+                    "check": self.check,
+                    "the temperature and outputs of the trainer's scores": self._head,
+                    "gradient_accumulation_steps": self.trainer.args.gradient_accumulation_steps,
+                    "trained weights": sum(p.requires_grad for p in model.parameters()),
+                }
+                sharing.ranks.same(settings)
+        self.steps.ranks, self.steps.all_ranks, self._compared = sharing.passes_with, sharing.ranks, True
 
     def _versions(self) -> dict[str, str]:
         """The versions of the packages that a step runs through."""
@@ -390,11 +391,11 @@ class PrefixSharing:
         asks = self._asks_for(args, kwargs)
         if asks == OUTPUT and not self.in_loss:
             return plain(*args, **kwargs)
-        known = KNOWN_ARGUMENTS | image_arguments(model)
+        known = KNOWN_ARGUMENTS | image_arguments(model, kwargs)
         unknown = sorted(
-            key
-            for key, value in kwargs.items()
-            if key not in known and value is not None and not (key in TOKEN_TYPES and not value.any())
+            name
+            for name, value in kwargs.items()
+            if name not in known and value is not None and not (name in TOKEN_TYPES and not value.any())
         )
         training = gradients and any(p.requires_grad for p in model.parameters())
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
@@ -402,7 +403,8 @@ class PrefixSharing:
         with ranks.together("the model's call"):
             asks = _agreed(ranks, asks, odd=bool(unknown))
             if asks == SCORES:
-                check_inputs(unknown)
+                if unknown:
+                    raise refused_arguments(unknown)
                 rows = self._rows_of(kwargs)
         if asks == LATER:
             return TreeOutput(forward, kwargs)
@@ -747,28 +749,30 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 # ---- Checks of the settings before training
 
 
-def image_arguments(model: nn.Module) -> set[str]:
-    """Keyword arguments by which a model is given images that a tree computes; none for most models."""
+def image_arguments(model: nn.Module, given: Iterable[str]) -> set[str]:
+    """Those of a call's arguments that give the model images, if trees of this model compute images."""
+    images = {*IMAGES, "mm_token_type_ids"} & {*given}
+    if not images:
+        return images
     from treetrain.models.images import takes_images
 
-    return {*IMAGES, "mm_token_type_ids"} if takes_images(model) else set()
+    return images if takes_images(model) else set()
 
 
-def check_inputs(unknown: Sequence[str]) -> None:
-    """Raise ValueError if a call has arguments of these names, which trees do not know."""
+def refused_arguments(unknown: Sequence[str]) -> ValueError:
+    """The error for a call with arguments of these names, which trees do not know."""
     from treetrain.models.images import FAMILIES
 
-    if media := [key for key in unknown if key.startswith(MEDIA) or key in TOKEN_TYPES]:
-        raise ValueError(
+    if media := [name for name in unknown if name.startswith(MEDIA) or name in TOKEN_TYPES]:
+        return ValueError(
             f"the batch has images ({', '.join(media)}), which share_prefixes does not compute on trees of this model: "
             f"it takes rows of text, and images ({', '.join(IMAGES)}, no videos) of {', '.join(FAMILIES)}; leave such "
             "rows out, or train without share_prefixes"
         )
-    if unknown:
-        raise ValueError(
-            f"the model is called with {', '.join(unknown)}, which is not known to be exact on a tree; leave it "
-            "out of the batch, or train without share_prefixes"
-        )
+    return ValueError(
+        f"the model is called with {', '.join(unknown)}, which is not known to be exact on a tree; leave it "
+        "out of the batch, or train without share_prefixes"
+    )
 
 
 def output_kind_of(trainer: Any) -> OutputKind:
@@ -792,13 +796,10 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
     Raises:
         ValueError, UnsupportedModel: the message names the setting to change.
     """
-    from treetrain.models.images import FAMILIES, takes_images
-
     args, accelerator = trainer.args, trainer.accelerator
     distributed = str(accelerator.distributed_type.value)
     parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
     columns = {*(getattr(trainer.train_dataset, "column_names", None) or ())}
-    images = set() if takes_images(trainer.model) else {"image", "images"} & columns
     offloads = getattr(args, "activation_offloading", False)
     compiles = accelerator.state.dynamo_plugin.backend.value
     refusals: dict[str, Any] = {
@@ -815,8 +816,6 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
         "to 0": args.label_smoothing_factor,
         "model_init, which makes another model later; give the trainer a model": trainer.model_init is not None,
         "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=": offloads,
-        f"images (column {', '.join(images)} of train_dataset); give rows of text, or "
-        f"a model of {', '.join(FAMILIES)}": images,
         "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out": parallelism,
         "a tensor-parallel model (tp_plan), which has not been verified here; take tt.TreeEngine in a loop of your "
         "own": (getattr(causal_lm(trainer.model), "_tp_size", None) or 1) > 1,
@@ -826,6 +825,14 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
     for reason, refused in refusals.items():
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with {reason}")
+    if images := {"image", "images"} & columns:
+        from treetrain.models.images import FAMILIES, takes_images
+
+        if not takes_images(trainer.model):
+            raise ValueError(
+                f"share_prefixes cannot be exact with images (column {', '.join(images)} of train_dataset); give rows "
+                f"of text, or a model of {', '.join(FAMILIES)}"
+            )
     if output_kind != "loss":
         return
     lm = causal_lm(trainer.model)

@@ -97,7 +97,7 @@ def _arguments(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     if "input_ids" not in given:
         raise DataError(f"the batch has no input_ids; it has {', '.join(sorted(map(str, inputs))) or 'nothing'}")
     reads = inspect.signature(type(causal_lm(model)).forward).parameters
-    images = image_arguments(model)
+    images = image_arguments(model, given)
     unknown = sorted(name for name in given if name in reads and name not in KNOWN_ARGUMENTS | images)
     if unknown:
         raise ValueError(

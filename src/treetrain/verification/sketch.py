@@ -19,7 +19,6 @@ from jaxtyping import Float64, Shaped
 from torch import Tensor, nn
 
 from treetrain.engine.deferred import gradients_aside
-from treetrain.engine.extensions.process_group import is_shard, whole_tensor
 
 BYTES, SHARE = 32 * 2**20, 1 / 800
 """A sketch of a model's gradients has at most this many bytes, and this many numbers for each weight; so two of them
@@ -46,7 +45,9 @@ def sketch(gradient: Shaped[Tensor, " ..."], size: int, seed: int) -> Float64[Te
     Args:
         seed: chooses the signs. Sketches of one seed, size and kind of device can be subtracted and added.
     """
-    if is_shard(gradient):
+    if hasattr(gradient, "device_mesh"):
+        from treetrain.engine.extensions.process_group import whole_tensor
+
         gradient = whole_tensor(gradient)
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
     if len(flat) <= size:
