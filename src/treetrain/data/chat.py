@@ -22,7 +22,18 @@ from numpy.typing import NDArray
 
 from treetrain.data.limits import within, within_memory
 from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools, is_number
-from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts, unknown
+from treetrain.data.records import (
+    NO_TOOLS,
+    ROW_KEYS,
+    Json,
+    Notes,
+    ReadSettings,
+    Record,
+    Tools,
+    field,
+    row_facts,
+    unknown,
+)
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, expect, quoted, shortened
 
@@ -57,7 +68,7 @@ class ChatRow:
     """Characters [start, end) of the joined texts that are trained."""
     messages: list[Message]
     """The message of each span, with its `weight` and `advantage`."""
-    facts: dict[str, Any]
+    facts: dict[str, Json]
     """Facts of the whole row, as arguments of `Trajectory`."""
     add_bos: bool = False
     """Whether the tokens that the tokenizer puts before every text come first."""
@@ -143,7 +154,7 @@ def _system(record: Record, messages: list[Message]) -> list[Message]:
     return clean_messages([{"role": "system", "content": record["system"]}], Notes())
 
 
-def _text_row(renderer: "Renderer", record: Record, notes: Notes, facts: dict[str, Any]) -> ChatRow:
+def _text_row(renderer: "Renderer", record: Record, notes: Notes, facts: dict[str, Json]) -> ChatRow:
     """Prompt and completion as plain text, tokenised as one; the completion is trained.
 
     The EOS token is added only where `finish_reason` says that the model ended the text ("stop"): a log without special
@@ -174,7 +185,7 @@ def _with_advantage(message: Message, record: Record) -> Message:
 
 
 def _transcript(
-    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Any]
+    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Json]
 ) -> ChatRow:
     text = renderer.render(messages, tools)
     _note_dropped(messages, text, notes)
@@ -210,7 +221,7 @@ def _sampled(renderer: "Renderer", text: str, spans: list[Span], answers: list[M
 
 
 def _calls(
-    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Any], only_last: bool
+    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Json], only_last: bool
 ) -> list[ChatRow]:
     calls: list[ChatRow] = []
     turns, last = _turns(messages), 0
@@ -515,7 +526,7 @@ class Renderer:
         return self._marker.search(text[start:end]) is not None
 
     def row(
-        self, text: str, spans: list[Span], messages: list[Message], facts: dict[str, Any], *, add_bos: bool = False
+        self, text: str, spans: list[Span], messages: list[Message], facts: dict[str, Json], *, add_bos: bool = False
     ) -> ChatRow:
         """A row of one text. A slow tokenizer gives no character offsets, so each span is tokenised by itself."""
         edges = [0, *(edge for span in spans for edge in span), len(text)]

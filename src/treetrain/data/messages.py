@@ -9,9 +9,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from treetrain.data.records import (
+    Json,
     Notes,
     Record,
     Tools,
@@ -25,7 +25,7 @@ from treetrain.data.records import (
 )
 from treetrain.errors import DataError, quoted
 
-Message = dict[str, Any]
+Message = dict[str, Json]
 
 ROLES = ("system", "user", "assistant", "tool")
 # Other names of the same roles. Templates know only the four above and skip others silently.
@@ -61,7 +61,7 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 IMAGE_TEXT = "<image>"
 
 
-def clean_messages(messages: Any, notes: Notes, images: list[str] | None = None) -> list[Message]:
+def clean_messages(messages: Json, notes: Notes, images: list[str] | None = None) -> list[Message]:
     """Normalise messages for templates: text content, tool-call arguments as objects, no null fields.
 
     Args:
@@ -75,7 +75,7 @@ def clean_messages(messages: Any, notes: Notes, images: list[str] | None = None)
     return [clean for where, one in _steps(messages, notes) for clean in _clean(one, where, notes, images)]
 
 
-def _steps(messages: list[Any], notes: Notes) -> Iterator[tuple[str, Any]]:
+def _steps(messages: list[Json], notes: Notes) -> Iterator[tuple[str, Json]]:
     """Messages with their places; UI messages of Vercel's AI SDK step by step, pydantic-ai's requests part by part."""
     given = None
     for number, one in enumerate(messages):
@@ -108,8 +108,8 @@ def _steps(messages: list[Any], notes: Notes) -> Iterator[tuple[str, Any]]:
 def _ui_steps(message: Record, where: str, notes: Notes) -> Iterator[Message]:
     """The LLM calls that one UI message holds, each followed by the results of its tools."""
     rest = {name: value for name, value in message.items() if name not in ("parts", "content", "toolInvocations")}
-    said: list[Any] = []
-    results: list[Any] = []
+    said: list[Json] = []
+    results: list[Json] = []
     for part in [*objects(message, "parts"), {"type": "step-start"}]:
         kind = str(_kind_of(part))
         if kind == "step-start":
@@ -130,7 +130,7 @@ def _ui_steps(message: Record, where: str, notes: Notes) -> Iterator[Message]:
             said.append(part)
 
 
-def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> Iterator[Message]:
+def _clean(message: Json, where: str, notes: Notes, images: list[str] | None) -> Iterator[Message]:
     """The message, and before it a message for every tool result in it."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {quoted(message)}, expected an object with `role` and `content`")
@@ -156,7 +156,7 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
         raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of parts")
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[Any] = []
+    calls: list[Json] = []
     results = 0
     for number, part in enumerate([content] if isinstance(content, str) else content):
         here = f"{where}: content part {number}"
@@ -205,7 +205,7 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
         yield cleaned | {"content": "".join(texts)}
 
 
-def unwrapped(message: Record) -> dict[str, Any]:
+def unwrapped(message: Record) -> dict[str, Json]:
     """A message in OpenAI's form where it is one of LangChain's, as objects or serialised; others as they are."""
     if "role" not in message and isinstance(message.get("content"), Mapping):  # events of Google's ADK
         message = message["content"]
@@ -225,7 +225,7 @@ def unwrapped(message: Record) -> dict[str, Any]:
     return made | picked(content, finish_reason=finish, reasoning_content="additional_kwargs.reasoning_content")
 
 
-def _typed(part: Any) -> Any:
+def _typed(part: Json) -> Json:
     """A content part with its `type`, which Gemini's and Bedrock's have as the name of a field."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -245,7 +245,7 @@ def _typed(part: Any) -> Any:
     return {**(held if isinstance(held, Mapping) else {"content": held}), "type": KEYED_PARTS[name]}
 
 
-def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:
+def _part(part: Json, kind: Json, here: str, images: list[str] | None) -> str:
     is_image = kind in IMAGE_PARTS or (kind in ("blob", "uri", "file") and part.get("modality") == "image")
     if is_image and images is not None:
         images.append(hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16])
@@ -261,11 +261,11 @@ def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:
     return text
 
 
-def _kind_of(part: Any) -> Any:
+def _kind_of(part: Json) -> Json:
     return first_of(part, "type", "part_kind", "block_type") if isinstance(part, Mapping) else None
 
 
-def _result(value: Any, here: str, images: list[str] | None) -> str:
+def _result(value: Json, here: str, images: list[str] | None) -> str:
     """A tool's result as text: text parts are joined, other values written as JSON."""
     if value is None or isinstance(value, str):
         return value or ""
@@ -274,7 +274,7 @@ def _result(value: Any, here: str, images: list[str] | None) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Json) -> bool:
     """Whether a value is a finite number."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
@@ -282,7 +282,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Json, where: str) -> dict[str, Json]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if isinstance(function, str):  # Inspect AI
         function = {"name": function, "arguments": call.get("arguments")}
@@ -296,7 +296,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return cleaned | {"function": {"name": function["name"], "arguments": arguments}}
 
 
-def _arguments(arguments: Any) -> Any:
+def _arguments(arguments: Json) -> Json:
     """Parse a string that holds a JSON object, since templates iterate over it; other values stay."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
@@ -306,7 +306,7 @@ def _arguments(arguments: Any) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def clean_tools(tools: Any) -> Tools:
+def clean_tools(tools: Json) -> Tools:
     """Tool schemas in OpenAI's form as a list of objects, also from a JSON string; None and [] mean no tools.
 
     Anthropic's tools (`input_schema`) and those of the responses API (no `function`) are rewritten. Other objects stay
@@ -328,7 +328,7 @@ def clean_tools(tools: Any) -> Tools:
     return [_clean_tool(tool) for tool in tools]
 
 
-def _clean_tool(tool: Record) -> dict[str, Any]:
+def _clean_tool(tool: Record) -> dict[str, Json]:
     tool = tool.get("toolSpec", tool)  # Bedrock's
     schema = first_of(tool, "input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema")
     schema = first_path(schema, "json") or schema

@@ -14,12 +14,14 @@ from typing import Any, Literal, TypeVar
 
 from treetrain.errors import DataError, quoted
 
-Kind = TypeVar("Kind", str, list[Any], dict[str, Any])
+Json = Any
+"""A value of JSON. Its type is not known before it is looked at: logs are written by others."""
+Kind = TypeVar("Kind", str, list[Json], dict[str, Json])
 View = Literal["transcript", "calls"]
-Tools = list[dict[str, Any]] | None
+Tools = list[dict[str, Json]] | None
 NO_TOOLS: Literal["none"] = "none"
 """In place of tools: those of the conversations are left out."""
-Record = Mapping[str, Any]
+Record = Mapping[str, Json]
 
 GROUP_KEYS = ("group_id", "group", "task_id")
 EPISODE_KEYS = ("episode_id", "episode")
@@ -124,36 +126,36 @@ class Format:
         return None
 
 
-class TrackedRecord(dict[str, Any]):
+class TrackedRecord(dict[str, Json]):
     """A record that knows which of its keys were read. The objects in it become tracked when they are read."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
         self.read: set[str] = set()
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Json:
         value = super().__getitem__(name)
         if name not in self.read:
             self.read.add(name)
             super().__setitem__(name, value := value if name in WHOLE else _tracked(value))
         return value
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: Json = None) -> Json:
         """The value of a key, which counts as read."""
         return default if name not in self else self[name]  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()  # that there is one makes `dict(record)` read every key with `record[name]`
 
-    def items(self) -> Any:
+    def items(self) -> Json:
         """All keys and values, which count as read."""
         return dict(self).items()
 
-    def values(self) -> Any:
+    def values(self) -> Json:
         """All values, which count as read."""
         return dict(self).values()
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: Json) -> Json:
         """A copy with other values; a key that is read in it counts as read here."""
         for name, value in super().items():
             super().__setitem__(name, value if name in self.read or name in WHOLE else _tracked(value))
@@ -189,7 +191,7 @@ def unknown(record: Record, known: Container[str]) -> Iterator[str]:
 class JsonText(str):
     """Text of a tracked record that may hold JSON, which is parsed once."""
 
-    found: Any = None
+    found: Json = None
     """The list or object in it, tracked, once it is parsed."""
 
 
@@ -199,7 +201,7 @@ WHOLE = frozenset(("tools", "functions", "tool_defs", "tool_definitions", "funct
 """Keys whose values are not ours to read: schemas of tools, written as they are."""
 
 
-def _tracked(value: Any) -> Any:
+def _tracked(value: Json) -> Json:
     if isinstance(value, Mapping):
         return value if isinstance(value, TrackedRecord) else TrackedRecord(value)
     if isinstance(value, list) and value and not isinstance(value[0], int | float):
@@ -210,7 +212,7 @@ def _tracked(value: Any) -> Any:
 # Fields of records
 
 
-def look_up(record: Any, path: str) -> Any:
+def look_up(record: Json, path: str) -> Json:
     """The value at a path of keys and list positions, such as `response.choices.0`; None if it is not there.
 
     JSON text on the way is parsed, and a key may hold the dots of the rest of the path itself.
@@ -229,18 +231,18 @@ def look_up(record: Any, path: str) -> Any:
     return record
 
 
-def first_path(record: Any, *paths: str) -> Any:
+def first_path(record: Json, *paths: str) -> Json:
     """The value at the first of these paths that is there; None if none is."""
     return next((value for path in paths if (value := look_up(record, path)) is not None), None)
 
 
-def picked(record: Any, **paths: str | tuple[str, ...]) -> dict[str, Any]:
+def picked(record: Json, **paths: str | tuple[str, ...]) -> dict[str, Json]:
     """The facts that a record has: for each name the value at the first of its paths that is there."""
     found = {name: first_path(record, *((one,) if isinstance(one, str) else one)) for name, one in paths.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def key_paths(value: Any, above: str = "") -> Iterator[str]:
+def key_paths(value: Json, above: str = "") -> Iterator[str]:
     """The paths of the values in a record, of the first entry of every list; attributes of OTLP by their names."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         if value[0].keys() == {"key", "value"}:
@@ -254,7 +256,7 @@ def key_paths(value: Any, above: str = "") -> Iterator[str]:
         yield above[:-1]
 
 
-def field(record: Any, path: str, kind: type[Kind]) -> Kind:
+def field(record: Json, path: str, kind: type[Kind]) -> Kind:
     """The value at `path`, which must be of this kind. JSON text is parsed where a list or an object is expected.
 
     Raises:
@@ -272,7 +274,7 @@ def field(record: Any, path: str, kind: type[Kind]) -> Kind:
     return value
 
 
-def objects(record: Any, path: str) -> list[dict[str, Any]]:
+def objects(record: Json, path: str) -> list[dict[str, Json]]:
     """The list of objects at `path`; an empty list if there is none. Raises DataError for anything else."""
     if look_up(record, path) is None:
         return []
@@ -283,7 +285,7 @@ def objects(record: Any, path: str) -> list[dict[str, Any]]:
     return values
 
 
-def parsed(value: Any, *, strict: bool = False) -> Any:
+def parsed(value: Json, *, strict: bool = False) -> Json:
     """Parse text that holds a JSON list or object, as tracing tools store them; other values stay as they are.
 
     So does JSON in which an object has a key twice, or with `strict` it raises DataError.
@@ -301,7 +303,7 @@ def parsed(value: Any, *, strict: bool = False) -> Any:
         return value
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> Json:
     """Parse JSON.
 
     Raises:
@@ -311,10 +313,10 @@ def parse_json(text: str) -> Any:
     return JSON.decode(text)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        first: dict[str, Any] = {}
+        first: dict[str, Json] = {}
         for name, value in pairs:
             if name in first:
                 raise DataError(
@@ -328,19 +330,19 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
-def facts(record: Record, *also: Record) -> dict[str, Any]:
+def facts(record: Record, *also: Record) -> dict[str, Json]:
     """The facts of a row that a record has under our names; those of the first record that has them."""
     return {name: one[name] for one in (*also[::-1], record) for name in FACT_KEYS if look_up(one, name) is not None}
 
 
-def row_facts(row: Record, notes: Notes) -> dict[str, Any]:
+def row_facts(row: Record, notes: Notes) -> dict[str, Json]:
     """Facts of the whole row as arguments of `Trajectory`; a row without an id is named by its place."""
     facts = {name: row.get(name) for name in ("reward", "pair", "chosen", "key", "id")}
     facts["id"] = notes.place if facts["id"] is None else facts["id"]
     return facts | {"group": first_of(row, *GROUP_KEYS), "episode": first_of(row, *EPISODE_KEYS)}
 
 
-def first_of(record: Record, *names: str) -> Any:
+def first_of(record: Record, *names: str) -> Json:
     """The value of the first of these keys that is present and not null."""
     for name in names:  # a loop: rows come in millions
         if (value := record.get(name)) is not None:
@@ -348,7 +350,7 @@ def first_of(record: Record, *names: str) -> Any:
     return None
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: Json) -> Json:
     """Drop null entries of objects: a table's columns give every object every key that any row has."""
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}

@@ -4,13 +4,13 @@ of ToolBench and Tree of Thoughts, verl, ART and AReaL."""
 import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 
 from treetrain.data.formats.conversations import NOT_TRAINED, finished, untrained
 from treetrain.data.formats.events import of_file
 from treetrain.data.records import (
+    Json,
     Notes,
     Record,
     facts,
@@ -54,7 +54,7 @@ def read_swe_agent(record: Record, notes: Notes) -> list[Record]:
     return [known | {"messages": [*call, answer], "train": "last"} for call, answer in zip(calls, answers)]
 
 
-def _swe_message(entry: Record) -> dict[str, Any]:
+def _swe_message(entry: Record) -> dict[str, Json]:
     message = {name: entry[name] for name in SWE_KEYS if entry.get(name) is not None}
     if thinking := objects(entry, "thinking_blocks"):
         text = message.get("content") or ""
@@ -92,7 +92,7 @@ def of_run(place: str, record: Record) -> str:
     return folder.removesuffix("/simulations") if in_folder else file
 
 
-def _tau_rows(record: Record, policy: Any, notes: Notes) -> list[Record]:
+def _tau_rows(record: Record, policy: Json, notes: Notes) -> list[Record]:
     if "traj" in record:
         return [facts(record) | {"messages": field(record, "traj", list)}]
     notes.add("tau2-bench does not log the agent's system prompt; the policy is given in its place")
@@ -102,9 +102,9 @@ def _tau_rows(record: Record, policy: Any, notes: Notes) -> list[Record]:
     return [known | picked(run, **paths) | {"messages": _tau2_messages(run, notes)} for run in runs]
 
 
-def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
+def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Json]]:
     """Messages that the agent saw: without the calls of the user's own tools and their results."""
-    found: list[Any] = []
+    found: list[Json] = []
     for one in objects(run, "messages"):
         if one.get("role") == "tool" and "tool_messages" in one:
             found += objects(one, "tool_messages")
@@ -114,7 +114,7 @@ def _tau2_messages(run: Record, notes: Notes) -> list[dict[str, Any]]:
     # The greeting that starts a run and messages that a task begins with were not sampled.
     of_model = [any([one.get(name) for name in ("cost", "usage", "raw_data")]) for one in found]
     measured = any(of for of, one in zip(of_model, found) if one.get("role") == "assistant")
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Json]] = []
     for one, sampled in zip(found, of_model):
         kept = picked(one, role="role", content="content", tool_calls="tool_calls")
         kept |= {"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}
@@ -131,7 +131,7 @@ def read_bfcl(record: Record, notes: Notes) -> list[Record]:
 
     Models for function calling answer with lists of `{name: arguments}`, others with text.
     """
-    messages: list[Any] = []
+    messages: list[Json] = []
     for turn in field(record, "inference_log", list):
         turn = turn if isinstance(turn, Mapping) else {}  # lists hold the state of the environment
         messages += untrained(objects(turn, "begin_of_turn_query"))
@@ -173,7 +173,7 @@ def read_inspect(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def _inspect_messages(sample: Record, attachments: Mapping[str, Any], notes: Notes) -> list[Any]:
+def _inspect_messages(sample: Record, attachments: Mapping[str, Json], notes: Notes) -> list[Json]:
     """The messages; those of the assistant that the task or a solver wrote are not trained."""
     given, messages = objects(sample, "messages"), _attached(field(sample, "messages", list), attachments)
     sampled = {"generate"} if any(one.get("source") == "generate" for one in given) else {"generate", None}
@@ -184,7 +184,7 @@ def _inspect_messages(sample: Record, attachments: Mapping[str, Any], notes: Not
     return messages
 
 
-def _attached(value: Any, attachments: Mapping[str, Any]) -> Any:
+def _attached(value: Json, attachments: Mapping[str, Json]) -> Json:
     """Long texts of a log lie in its `attachments`."""
     if isinstance(value, list):
         return [_attached(entry, attachments) for entry in value]
@@ -216,9 +216,9 @@ def read_toolbench(record: Record, notes: Notes) -> list[Record]:
     ]
 
 
-def _toolbench_paths(root: Record) -> Iterator[list[dict[str, Any]]]:
+def _toolbench_paths(root: Record) -> Iterator[list[dict[str, Json]]]:
     """The messages from the root to every leaf. A thought, an action and its input are one answer."""
-    pending: list[tuple[Record, list[dict[str, Any]], dict[str, Any]]] = [(root, [], {})]
+    pending: list[tuple[Record, list[dict[str, Json]], dict[str, Json]]] = [(root, [], {})]
     while pending:
         node, path, answer = pending.pop()
         kind, text = node.get("node_type"), node.get("description") or ""
@@ -288,14 +288,14 @@ def _dataproto(record: Record) -> list[Record]:
         if len(value) != rows:
             raise DataError(f"`batch.{name}` has {len(value)} rows, `batch.input_ids` has {rows}")
 
-    def whole(name: str, row: int) -> list[Any]:
+    def whole(name: str, row: int) -> list[Json]:
         """A column of the response, with zeros for the prompt."""
         return [0] * (length - answer) + np.asarray(batch[name][row]).tolist()
 
     made = []
     scores = next((name for name in ("token_level_scores", "rm_scores", "token_level_rewards") if name in batch), None)
     for row in range(rows):
-        one: dict[str, Any] = {name: np.asarray(batch[name][row]).tolist() for name in ("input_ids", "attention_mask")}
+        one: dict[str, Json] = {name: np.asarray(batch[name][row]).tolist() for name in ("input_ids", "attention_mask")}
         mask = whole("response_mask", row) if "response_mask" in batch else one["attention_mask"]
         one["loss_mask"] = [0] * (length - answer) + [int(entry) for entry in mask[length - answer :]]
         one |= {ours: whole(name, row) for name, ours in VERL_COLUMNS.items() if name in batch}
@@ -324,7 +324,7 @@ def read_art(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def _art_messages(history: Record) -> list[Any]:
+def _art_messages(history: Record) -> list[Json]:
     """Choices are the model's and trained; assistant messages beside them were given to it."""
     if "messages_and_choices" not in history:
         return [message | {"tool_calls": parsed(message.get("tool_calls"))} for message in objects(history, "messages")]

@@ -7,11 +7,10 @@ we know. What is in the prompt is never trained; what is in an answer and is not
 import re
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any
 
 from treetrain.data.formats.tokens import sampled_row
 from treetrain.data.messages import CALL_PARTS, FINISH_KEYS, REASONING_PARTS, ROLE_ALIASES, ROLES, TEXT_PARTS, unwrapped
-from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, parsed, picked
+from treetrain.data.records import Json, Notes, Record, facts, field, first_path, look_up, objects, parsed, picked
 from treetrain.errors import DataError, quoted
 
 NOT_TRAINED = {"weight": 0}
@@ -40,19 +39,19 @@ HOSTED_ITEMS += ("mcp_list_tools", "compaction", "context_compaction", "ghost_sn
 ALL_ITEMS = (*ITEMS, *RESULT_ITEMS, *HOSTED_ITEMS)
 
 
-def untrained(messages: Any) -> list[Any]:
+def untrained(messages: Json) -> list[Json]:
     """Messages that are context only."""
     messages = messages if isinstance(messages, list) else [messages]
     return [message | NOT_TRAINED if isinstance(message, dict) else message for message in messages]
 
 
-def messages_in(value: Any) -> Any:
+def messages_in(value: Json) -> Json:
     """Parse text that holds a JSON list of messages or items; other text stays text, whatever it looks like."""
     found = parsed(value)
     return found if _are_messages(found) or not isinstance(value, str) else value
 
 
-def _are_messages(value: Any) -> bool:
+def _are_messages(value: Json) -> bool:
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -63,19 +62,19 @@ def _are_messages(value: Any) -> bool:
 # Requests and responses
 
 
-def _body(value: Any, names: tuple[str, ...]) -> Any:
+def _body(value: Json, names: tuple[str, ...]) -> Json:
     """A body that is logged as JSON text, if it has one of these names; other text is what was said."""
     found = parsed(value)
     return found if isinstance(found, Mapping) and not found.keys().isdisjoint(names) else messages_in(value)
 
 
-def prompt_of(given: Any, notes: Notes) -> tuple[list[Any], dict[str, Any]]:
+def prompt_of(given: Json, notes: Notes) -> tuple[list[Json], dict[str, Json]]:
     """The messages that a model was sent, and `system`, `tools` and `model` beside them.
 
     Args:
         given: the body of a request to any API, a list of messages or items, or a text.
     """
-    shared: dict[str, Any] = {}
+    shared: dict[str, Json] = {}
     given = _body(given, PROMPTS)
     given = [given] if isinstance(given, Mapping) and "role" in given else given
     while isinstance(given, Mapping):
@@ -98,7 +97,7 @@ def prompt_of(given: Any, notes: Notes) -> tuple[list[Any], dict[str, Any]]:
     return items_to_messages(given, notes), shared
 
 
-def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
+def answers_of(given: Json, notes: Notes) -> list[list[Json]]:
     """The answers of a model: for every choice its messages, several where it went on after results of tools.
 
     Args:
@@ -134,7 +133,7 @@ def answers_of(given: Any, notes: Notes) -> list[list[Any]]:
     return [messages] if messages else []
 
 
-def _answer(choice: Record) -> dict[str, Any]:
+def _answer(choice: Record) -> dict[str, Json]:
     """The message of a choice, a candidate or a generation."""
     held = choice.get("message")
     if not isinstance(held, Mapping):
@@ -149,19 +148,19 @@ def _answer(choice: Record) -> dict[str, Any]:
     return finished(held, choice)
 
 
-def finished(message: Record, choice: Record) -> dict[str, Any]:
+def finished(message: Record, choice: Record) -> dict[str, Json]:
     """The message with the reason why it ended, which most APIs keep beside it."""
     reason = first_path(choice, *FINISH_KEYS)
     reason = first_path(choice, "generation_info.finish_reason") if reason is None else reason
     return dict(message) | ({"finish_reason": reason} if isinstance(reason, str) and choice is not message else {})
 
 
-def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
+def items_to_messages(items: list[Json], notes: Notes) -> list[Json]:
     """Items of the responses API as messages, other messages as they are.
 
     What the model wrote in a row becomes one message.
     """
-    messages: list[Any] = []
+    messages: list[Json] = []
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise DataError(f"item {number} is {quoted(item)}, expected an object")
@@ -198,17 +197,17 @@ def items_to_messages(items: list[Any], notes: Notes) -> list[Any]:
     return messages
 
 
-def with_items(messages: list[Any], notes: Notes) -> list[Any]:
+def with_items(messages: list[Json], notes: Notes) -> list[Json]:
     """Messages; a list with items of the responses API is rewritten."""
     some = any(look_up(one, "type") in ALL_ITEMS and "role" not in one for one in messages)
     return items_to_messages(messages, notes) if some else messages
 
 
-def _unknown(number: int, kind: Any) -> DataError:
+def _unknown(number: int, kind: Json) -> DataError:
     return DataError(f"item {number} is of type {quoted(kind)}; known are {', '.join(ITEMS + RESULT_ITEMS)}")
 
 
-def _reasoning(item: Record, notes: Notes) -> list[dict[str, Any]]:
+def _reasoning(item: Record, notes: Notes) -> list[dict[str, Json]]:
     """The texts of a reasoning item. A summary beside encrypted reasoning is not what the model wrote."""
     texts = objects(item, "content")
     if not texts and item.get("encrypted_content"):
@@ -221,7 +220,7 @@ def _keys(record: Record) -> str:
     return f"the keys {', '.join(map(quoted, list(record)[:20]))}" if record else "no keys"
 
 
-def call_rows(known: Record, request: Any, response: Any, notes: Notes) -> list[Record]:
+def call_rows(known: Record, request: Json, response: Json, notes: Notes) -> list[Record]:
     """The rows of one LLM call: its prompt is context, and every choice of the response is a row that is trained."""
     if texts := _completed_texts(request, response):
         return [dict(known) | text for text in texts]
@@ -243,7 +242,7 @@ def call_rows(known: Record, request: Any, response: Any, notes: Notes) -> list[
     return rows
 
 
-def _completed_texts(request: Any, response: Any) -> list[dict[str, Any]]:
+def _completed_texts(request: Json, response: Json) -> list[dict[str, Json]]:
     """Records of texts that the completions API answered, which no chat template wrote; empty for other APIs."""
     prompt, choices = look_up(request, "prompt"), look_up(response, "choices")
     if not isinstance(prompt, str) or not isinstance(choices, list) or look_up(request, "messages") is not None:
@@ -253,7 +252,7 @@ def _completed_texts(request: Any, response: Any) -> list[dict[str, Any]]:
     return [{"prompt": prompt} | picked(one, completion="text", finish_reason="finish_reason") for one in choices]
 
 
-def request_of(record: Record) -> Any:
+def request_of(record: Record) -> Json:
     """The body of the request in a log record, wherever loggers put it; the record itself if it is nowhere else."""
     for path in REQUEST_PATHS:
         body = parsed(look_up(record, path))
@@ -262,13 +261,13 @@ def request_of(record: Record) -> Any:
     return record
 
 
-def _asks(request: Any) -> bool:
+def _asks(request: Json) -> bool:
     """Whether a request is a list of messages that waits for an answer."""
     messages = request if isinstance(request, list) else first_path(request, "messages", "contents")
     return isinstance(messages, list) and look_up(messages[-1:], "0.role") not in (None, *MODEL_ROLES)
 
 
-def response_of(record: Record) -> Any:
+def response_of(record: Record) -> Json:
     """The body of the response in a log record; None if there is none."""
     for path in RESPONSE_PATHS:
         body = parsed(look_up(record, path))
@@ -301,9 +300,9 @@ def read_requests(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def _sampled_turns(response: Any, known: Record, notes: Notes) -> list[Record]:
+def _sampled_turns(response: Json, known: Record, notes: Notes) -> list[Record]:
     """The calls of a response whose every turn has the ids of its tokens (NeMo Gym); none if one lacks them."""
-    turns: list[Any] = [None]
+    turns: list[Json] = [None]
     for number, item in enumerate(objects(response, "output") if isinstance(look_up(response, "output"), list) else []):
         kind = item.get("type", "message" if "role" in item else None)
         if kind not in ALL_ITEMS or (kind == "message" and item.get("content") is None):
@@ -337,7 +336,7 @@ def read_batch(record: Record, notes: Notes) -> list[Record]:
     return [row for body in bodies for row in call_rows(facts(requests[0], body), requests[0], body, notes)]
 
 
-def _reward_columns(record: Record, notes: Notes) -> dict[str, Any]:
+def _reward_columns(record: Record, notes: Notes) -> dict[str, Json]:
     """The reward from columns such as `format_reward`, which TRL writes for every reward function."""
     columns = {name: value for name, value in record.items() if name.endswith("_reward") and value is not None}
     if record.get("reward") is not None or not columns or not all(isinstance(v, int | float) for v in columns.values()):
@@ -414,7 +413,7 @@ def read_preference(record: Record, notes: Notes) -> list[Record]:
     ]
 
 
-def _completed(known: Record, prompt: Any, completion: Any) -> Record:
+def _completed(known: Record, prompt: Json, completion: Json) -> Record:
     prompt, completion = messages_in(prompt), messages_in(completion)
     if isinstance(completion, str) and isinstance(prompt, str | None):
         return {**known, "prompt": prompt or "", "completion": completion}

@@ -5,10 +5,9 @@ What is not in such logs is said in a note: system prompts, tools, how a harness
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from treetrain.data.formats.conversations import items_to_messages, with_items
-from treetrain.data.records import Notes, Record, facts, field, first_path, look_up, objects, picked
+from treetrain.data.records import Json, Notes, Record, facts, field, first_path, look_up, objects, picked
 from treetrain.errors import DataError, quoted
 
 
@@ -31,8 +30,8 @@ def read_claude_code(record: Record, notes: Notes) -> list[Record]:
     the order of the lines is the order of the messages, except where the user went back: there, the parent of the
     user's next message is an earlier line.
     """
-    threads: dict[Any, list[Record]] = {}
-    thread_of: dict[Any, Any] = {}
+    threads: dict[Json, list[Record]] = {}
+    thread_of: dict[Json, Json] = {}
     rows: list[Record] = []
     for line in objects(record, "records"):
         kind, parent = line.get("type"), line.get("parentUuid")
@@ -60,8 +59,8 @@ def _is_result(line: Record) -> bool:
     return isinstance(content, list) and any(look_up(part, "type") == "tool_result" for part in content)
 
 
-def _claude_row(path: Iterable[Record], line: Record, number: int, notes: Notes) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = []
+def _claude_row(path: Iterable[Record], line: Record, number: int, notes: Notes) -> dict[str, Json]:
+    messages: list[dict[str, Json]] = []
     model = last = None
     for one in path:
         if one.get("type") == "attachment":
@@ -92,8 +91,8 @@ def _claude_row(path: Iterable[Record], line: Record, number: int, notes: Notes)
 def read_codex(record: Record, notes: Notes) -> list[Record]:
     """A rollout file of Codex: items of the responses API. What follows a compaction is a row of its own."""
     rows: list[Record] = []
-    known: dict[str, Any] = {}
-    items: list[Any] = []
+    known: dict[str, Json] = {}
+    items: list[Json] = []
     for line in objects(record, "records"):
         kind, payload = line.get("type"), field(line, "payload", dict)
         if kind == "session_meta":
@@ -113,7 +112,7 @@ def read_codex(record: Record, notes: Notes) -> list[Record]:
     return [*rows, _codex_row(known, items, len(rows), notes)]
 
 
-def _codex_row(known: Record, items: list[Any], number: int, notes: Notes) -> dict[str, Any]:
+def _codex_row(known: Record, items: list[Json], number: int, notes: Notes) -> dict[str, Json]:
     return {**known, "messages": items_to_messages(items, notes), "id": f"{known.get('episode')}/{number}"}
 
 
@@ -131,8 +130,8 @@ def read_openhands(record: Record, notes: Notes) -> list[Record]:
     events = [one for event in events for one in (event if isinstance(event, list) else [event])]  # older: pairs
     if all(isinstance(look_up(event, "id"), int) for event in events):  # files 10.json and 2.json
         events.sort(key=lambda event: event["id"])
-    messages: list[Any] = []
-    answers: dict[Any, dict[str, Any]] = {}
+    messages: list[Json] = []
+    answers: dict[Json, dict[str, Json]] = {}
     tools = None
     for number, event in enumerate(events):
         tools = first_path(event, "args.tools", "tools") or tools
@@ -150,7 +149,7 @@ def read_openhands(record: Record, notes: Notes) -> list[Record]:
     return [known | ({"tools": tools} if tools else {}) | {"messages": messages}]
 
 
-def _openhands_message(event: Any, number: int) -> tuple[dict[str, Any] | None, Any]:
+def _openhands_message(event: Json, number: int) -> tuple[dict[str, Json] | None, Json]:
     """The message of an event, and the id of the response that an event of the agent is a part of."""
     if not isinstance(event, Mapping):
         raise DataError(f"event {number} is {quoted(event)}, expected an object")
@@ -192,7 +191,7 @@ def _openhands_message(event: Any, number: int) -> tuple[dict[str, Any] | None, 
 
 def read_atif(record: Record, notes: Notes) -> list[Record]:
     """A trajectory and those of its sub-agents. Steps that were copied or that no model made are not trained."""
-    messages: list[Any] = []
+    messages: list[Json] = []
     for step in objects(record, "steps"):
         role = {"agent": "assistant"}.get(str(step.get("source")), step.get("source"))
         message = {"role": role, "content": step.get("message"), "reasoning_content": step.get("reasoning_content")}

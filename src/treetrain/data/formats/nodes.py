@@ -4,10 +4,9 @@ Every trajectory becomes a row: the tokens, or the messages, of the nodes from t
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from treetrain.data.formats.tokens import PER_TOKEN_KEYS
-from treetrain.data.records import Notes, Record, facts, field, first_of, look_up, objects
+from treetrain.data.records import Json, Notes, Record, facts, field, first_of, look_up, objects
 from treetrain.errors import DataError, quoted
 
 NODE_FACTS = {"loss_weights": ("loss_mask", "loss_weights"), **PER_TOKEN_KEYS}
@@ -15,7 +14,7 @@ ID_KEYS = ("tokens", "input_ids", "token_ids")
 # verifiers' names of lists with one entry for each sampled token, and ours
 SAMPLED = {"logprobs": "rollout_logprobs", "advantages": "advantages", "reference_logprobs": "ref_logprobs"}
 
-Node = dict[str, Any]
+Node = dict[str, Json]
 """`parent` (an index or None), `ids` or `messages`, per-token facts (lists or one number), and `key`."""
 
 
@@ -34,13 +33,13 @@ def _nodes(record: Record) -> list[Node]:
 
 def _own(record: Record, notes: Notes) -> list[Record]:
     given = _nodes(record)
-    index: dict[Any, int] = {}
+    index: dict[Json, int] = {}
     for number, node in enumerate(given):
         name = node.get("id", number)
         if isinstance(name, dict | list) or index.setdefault(name, number) != number:
             raise DataError(f"`nodes.{number}.id` is {quoted(name)}, expected a name that no other node has")
 
-    def find(name: Any, where: str) -> int:
+    def find(name: Json, where: str) -> int:
         if isinstance(name, dict | list) or name not in index:
             raise DataError(f"`{where}` is {quoted(name)}, which is the id of no node")
         return index[name]
@@ -73,7 +72,7 @@ def _own(record: Record, notes: Notes) -> list[Record]:
     return _rows(nodes, ends, notes)
 
 
-def _trace(trace: Record, known: dict[str, Any], notes: Notes) -> list[Record]:
+def _trace(trace: Record, known: dict[str, Json], notes: Notes) -> list[Record]:
     """A trace of verifiers: a node holds one message, its tokens, and log-probabilities of the sampled ones alone."""
     nodes: list[Node] = []
     given = _nodes(trace)
@@ -131,7 +130,7 @@ def _cycle(node: int) -> DataError:
     return DataError(f"node {node}: its parents form a cycle; set one parent to null")
 
 
-def _rows(nodes: list[Node], ends: list[dict[str, Any]], notes: Notes) -> list[Record]:
+def _rows(nodes: list[Node], ends: list[dict[str, Json]], notes: Notes) -> list[Record]:
     """A row for each end, which has the index of its last `node` and the facts of the row."""
     rows = []
     for number, end in enumerate(ends):
@@ -154,14 +153,14 @@ def _rows(nodes: list[Node], ends: list[dict[str, Any]], notes: Notes) -> list[R
     return rows
 
 
-def _weighted_messages(node: Node) -> list[Any]:
+def _weighted_messages(node: Node) -> list[Json]:
     weight = node.get("loss_weights")
     return [
         one if weight is None or not isinstance(one, dict) else one | {"weight": weight} for one in node["messages"]
     ]
 
 
-def _per_token(node: Node, name: str) -> list[Any]:
+def _per_token(node: Node, name: str) -> list[Json]:
     value = node.get(name, 1 if name == "loss_weights" else None)
     if isinstance(value, list) and len(value) != len(node["ids"]):
         raise DataError(

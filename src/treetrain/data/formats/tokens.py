@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from treetrain.data.messages import IMAGE_PARTS
 from treetrain.data.records import (
     ROW_KEYS,
+    Json,
     Notes,
     Record,
     facts,
@@ -93,7 +94,7 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     )
 
 
-def _unpadded(mask: Any, length: int) -> slice:
+def _unpadded(mask: Json, length: int) -> slice:
     if mask is None:
         return slice(0, length)
     entries = _zeros_and_ones(mask, "attention_mask", length, "give 1 for tokens and 0 for padding")
@@ -140,7 +141,7 @@ def _weights(row: Record, ids: NDArray[np.int32], keep: slice, length: int) -> N
 
 
 def _fact(
-    value: Any, name: str, length: int, keep: slice, weights: NDArray[np.float64] | None
+    value: Json, name: str, length: int, keep: slice, weights: NDArray[np.float64] | None
 ) -> NDArray[np.float64] | float:
     if FIELDS[name] == "advantages" and not isinstance(value, list):
         return value  # one number for the whole row; the trajectory checks it
@@ -166,7 +167,7 @@ def _experts(value: Any, length: int, keep: slice) -> NDArray[Any] | None:
     return array[keep]
 
 
-def _zeros_and_ones(value: Any, name: str, length: int, cure: str) -> NDArray[np.float64]:
+def _zeros_and_ones(value: Json, name: str, length: int, cure: str) -> NDArray[np.float64]:
     entries = per_token(value, name, length)
     odd = (entries != 0) & (entries != 1)
     if odd.any():
@@ -177,7 +178,7 @@ def _zeros_and_ones(value: Any, name: str, length: int, cure: str) -> NDArray[np
 # Prompts and answers
 
 
-def sampled_row(record: Record, prompt: Any, answer: Any, logprobs: Any, mask: Any = None) -> dict[str, Any]:
+def sampled_row(record: Record, prompt: Json, answer: Json, logprobs: Json, mask: Json = None) -> dict[str, Json]:
     """A token row of a prompt and a sampled answer, which alone is trained; `logprobs` and `mask` are of the answer.
 
     Raises:
@@ -216,18 +217,18 @@ def read_server(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def _response(record: Record) -> Any:
+def _response(record: Record) -> Json:
     return parsed(look_up(record, "response.body") or record.get("response") or record)
 
 
-def _images(messages: Any) -> list[Any]:
+def _images(messages: Json) -> list[Json]:
     """The image parts of messages in OpenAI's form."""
     contents = [look_up(message, "content") for message in (messages if isinstance(messages, list) else [])]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part for part in parts if look_up(part, "type") in IMAGE_PARTS]
 
 
-def _choice_tokens(choice: Record) -> tuple[Any, Any]:
+def _choice_tokens(choice: Record) -> tuple[Json, Json]:
     """Ids and log-probabilities of a choice of the chat or the completions API."""
     content = look_up(choice, "logprobs.content")
     if content is not None:
@@ -266,7 +267,7 @@ def read_steps(record: Record, notes: Notes) -> list[Record]:
     return _batch(record, len(prompts)) if isinstance(look_up(prompts, "0"), list) else [_step(record)]
 
 
-def _step(record: Record) -> dict[str, Any]:
+def _step(record: Record) -> dict[str, Json]:
     row = sampled_row(record, *(first_path(record, *one) for one in (PROMPT_IDS, ANSWER_IDS, LOGPROBS, ANSWER_MASK)))
     reward = first_of(record, "reward", "rewards", "score")
     if isinstance(reward, list):  # SkyRL's rewards per token
@@ -285,7 +286,7 @@ def _step(record: Record) -> dict[str, Any]:
     return row | {name: value for name, value in known.items() if value is not None}
 
 
-def _rollout(record: Record, steps: list[dict[str, Any]], notes: Notes) -> list[Record]:
+def _rollout(record: Record, steps: list[dict[str, Json]], notes: Notes) -> list[Record]:
     """All calls of one rollout; they share its reward."""
     reward = record.get("final_reward", record.get("reward"))
     rows = []

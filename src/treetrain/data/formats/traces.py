@@ -8,11 +8,11 @@ tool is a mapping: where it keeps the kind of an entry, its prompt, its answer, 
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from treetrain.data.formats.conversations import call_rows, messages_in
 from treetrain.data.records import (
     CALL,
+    Json,
     Notes,
     Record,
     TrackedRecord,
@@ -53,7 +53,7 @@ SPAN_FACTS = {
 REWARD = "agentlightning.reward.0.value"
 
 
-def reward_of(scores: Any, notes: Notes) -> float | None:
+def reward_of(scores: Json, notes: Notes) -> float | None:
     """The first number among scores: a list or an object of numbers or of objects with `value`, `score` or `avg`."""
     scores = parsed(scores)
     given = list(scores.values()) if isinstance(scores, Mapping) else scores if isinstance(scores, list) else [scores]
@@ -97,11 +97,11 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def _messages(value: Any) -> Any:
+def _messages(value: Json) -> Json:
     return [_message(one) for one in value] if isinstance(value, list) else value
 
 
-def _sdk_answer(said: Any) -> dict[str, Any]:
+def _sdk_answer(said: Json) -> dict[str, Json]:
     """Read what the AI SDK has below `ai.response` as a message."""
     parts = [{"type": kind, "text": look_up(said, name)} for kind, name in (("reasoning",) * 2, ("text", "text"))]
     parts += [{"type": "text", "text": look_up(said, "object")}]
@@ -110,10 +110,10 @@ def _sdk_answer(said: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "finish_reason": look_up(said, "finishReason")}
 
 
-def _of_events(events: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+def _of_events(events: list[dict[str, Json]]) -> tuple[list[Json], list[Json]]:
     """The prompt and the answer of pydantic-ai's events; a response with several texts has an event for each."""
-    asked: list[Any] = []
-    answered: list[Any] = []
+    asked: list[Json] = []
+    answered: list[Json] = []
     for one in events:
         messages = answered if "message" in one else asked
         said = one.get("message") or one
@@ -142,7 +142,7 @@ def _spans(record: Record) -> Iterator[Record]:
             yield from objects(scope, "spans")
 
 
-def _attributes(span: Record) -> dict[str, Any]:
+def _attributes(span: Record) -> dict[str, Json]:
     """The attributes by name, of its events too that have messages.
 
     OTLP writes `{key, value: {stringValue: ...}}`, tables one column each.
@@ -156,7 +156,7 @@ def _attributes(span: Record) -> dict[str, Any]:
     return messages | columns | (dict(given) if isinstance(given, Mapping) else {})
 
 
-def _otlp_value(value: Any) -> Any:
+def _otlp_value(value: Json) -> Json:
     if not isinstance(value, Mapping) or len(value) != 1:
         return value
     (kind, content), *_ = value.items()
@@ -173,7 +173,7 @@ OPAQUE = ("arguments", "args", "json_schema", "parameters", "input", "output")
 """Values whose keys are a tool's own."""
 
 
-def _nested(attributes: Record, prefix: str) -> Any:
+def _nested(attributes: Record, prefix: str) -> Json:
     """The attribute `prefix`, or those below it (`prefix.0.message.role`), as nested lists and objects."""
     value = look_up(attributes, prefix)
     if value is None:
@@ -182,13 +182,13 @@ def _nested(attributes: Record, prefix: str) -> Any:
     return _unflattened(parsed(value))
 
 
-def _unflattened(value: Any) -> Any:
+def _unflattened(value: Json) -> Json:
     """Objects with dotted keys as nested ones, and objects whose keys are numbers as lists."""
     if isinstance(value, list):
         return [_unflattened(entry) for entry in value]
     if not isinstance(value, Mapping):
         return value
-    root: dict[str, Any] = {}
+    root: dict[str, Json] = {}
     for name, entry in value.items():
         first, _, rest = str(name).partition(".")
         below = root.setdefault(first, {}) if rest else root
@@ -199,12 +199,12 @@ def _unflattened(value: Any) -> Any:
     return [root[name] for name in sorted(root, key=int)] if root and all(map(str.isdigit, root)) else root
 
 
-def _schema(tool: Any) -> Any:
+def _schema(tool: Json) -> Json:
     schema = first_path(tool, "tool.json_schema", "json_schema")
     return parsed(tool if schema is None else schema)
 
 
-def _message(entry: Any) -> Any:
+def _message(entry: Json) -> Json:
     """A message of OpenInference or OpenLLMetry in OpenAI's form; others as they are."""
     message = look_up(entry, "message") or entry
     if isinstance(message, list):  # LangChain: a batch of one
@@ -218,7 +218,7 @@ def _message(entry: Any) -> Any:
     inside = [call for part in parts if (call := look_up(part, "tool_call")) is not None]
     known = [call.get("id") for call in calls]
     calls += [call for call in inside if look_up(call, "id") not in known]
-    made: dict[str, Any] = {name: message[name] for name in message if name not in ("contents", "tool_calls")}
+    made: dict[str, Json] = {name: message[name] for name in message if name not in ("contents", "tool_calls")}
     # OpenLLMetry writes parts as JSON.
     made["content"] = [one for one in parts if "tool_call" not in one] or messages_in(message.get("content"))
     return made | ({"tool_calls": calls} if calls else {})
@@ -234,7 +234,7 @@ def is_spans(record: Record) -> bool:
     return any(name.startswith(starts) or name in ("llm", "openinference", "gen_ai") for name in names)
 
 
-def rollout_of(place: str, record: Record) -> Any:
+def rollout_of(place: str, record: Record) -> Json:
     """Agent Lightning's spans: a span of its own has the reward of a rollout."""
     return ("rollout", record["rollout_id"], record.get("attempt_id")) if "rollout_id" in record else None
 
