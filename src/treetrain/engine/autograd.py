@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from treetrain.engine.deferred import gradients_of
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.loss_gradients import Mask
 from treetrain.engine.score import Scored
 from treetrain.planning.make import Bytes
 from treetrain.tree.token_tree import Row, TokenTree
@@ -25,7 +26,7 @@ def logprobs(
     return_entropy: bool = False,
     return_values: bool = False,
     value_head: nn.Module | None = None,
-    mask: Sequence[Any] | None = None,
+    mask: Mask | None = None,
 ) -> Any:
     """Log-probability of every token but the first of every sequence; every shared prefix is computed once.
 

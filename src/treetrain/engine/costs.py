@@ -16,7 +16,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -44,7 +44,7 @@ from treetrain.tree.token_tree import build_tree
 TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""
 CPU = torch.device("cpu")
-_COUNTED: dict[Any, ModelCounts | str] = {}
+_COUNTED: dict[Hashable, ModelCounts | str] = {}
 """Counts by what they depend on; the message of the error for a model that cannot be counted."""
 
 
@@ -65,7 +65,7 @@ def cost_of(model: nn.Module) -> CostModel:
     device, lm = model_device(model), causal_lm(model)
     dtype = compute_dtype(model, device)
     weights = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
-    config = lm.config.to_json_string()  # type: ignore[operator, union-attr]
+    config = lm.config.to_json_string()
     key = type(lm), config, weights, dtype, device.type, os.environ.get(lm_head.ENVIRONMENT)
     if key not in _COUNTED:
         try:
@@ -138,7 +138,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     try:
         with _without_data(lm) as copy, torch.autocast("cpu", autocast, enabled=autocast is not None):
             decoder = copy.base_model
-            layers = _layers_of(decoder, lm.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
+            layers = _layers_of(decoder, lm.config.get_text_config().num_hidden_layers)
             with meter, _tallied(layers, meter), torch.enable_grad():
                 output = _run(decoder, meter, tokens, recurrent=recurrent)
                 saved, copies = meter.now, meter.weights_now
@@ -158,16 +158,16 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
         ) from error
     dtype = compute_dtype(model, device)
     b, wide = dtype.itemsize, max(WIDE, dtype.itemsize)
-    embedded = lm.get_input_embeddings()  # type: ignore[operator]
-    hidden = int(embedded.weight.shape[1])
-    text = lm.config.get_text_config()  # type: ignore[union-attr]
+    embedded = lm.get_input_embeddings()
+    hidden = int(embedded.weight.shape[1])  # type: ignore[index]
+    text = lm.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or 0
     ranges: Counter[AttentionRange] = Counter()
     for name, flops in meter.tally.items():
         if isinstance(name, tuple):
             ranges[FULL if name[1].window and name[1].window >= longest > 0 else name[1]] += flops
     ends = {id(w): w for m in (embedded, capabilities.head) if (w := getattr(m, "weight", None)) is not None}
-    decoder_layers = nn.ModuleList(_layers_of(lm.base_model, text.num_hidden_layers))  # type: ignore[arg-type]
+    decoder_layers = nn.ModuleList(_layers_of(lm.base_model, text.num_hidden_layers))
     in_layers = sum(p.numel() for p in decoder_layers.parameters() if id(p) not in ends)
     mixture = capabilities.experts
     held = (mixture.experts or 0, mixture.top_k or 0) if mixture is not None else (0, 0)
@@ -325,7 +325,7 @@ def _layers_of(decoder: nn.Module, number: int) -> list[nn.Module]:
 @contextmanager
 def _tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
     """Run only the first of identical layers, and add its tally again for each of the others."""
-    seen: dict[Any, tuple[Counter[Tallied], Any]] = {}
+    seen: dict[Hashable, tuple[Counter[Tallied], Any]] = {}
 
     def counted(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         weights = tuple((p.shape, p.requires_grad) for p in layer.parameters())

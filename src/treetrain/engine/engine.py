@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine_model import EngineModel
@@ -26,6 +26,7 @@ from treetrain.engine.loss import Loss, LossProtocol, StepResult, as_loss, needs
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,
+    Mask,
     StreamedGradients,
     check_batch,
     last_states,
@@ -245,7 +246,7 @@ class TreeEngine:
         balance: "RouterBalance | None" = None,
         *,
         sync: bool = True,
-        mask: Sequence[Any] | None = None,
+        mask: Mask | None = None,
     ) -> StepResult:
         """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
 
@@ -299,7 +300,7 @@ class TreeEngine:
         trajectories: Sequence[Trajectory] | TokenTree,
         loss: Any,
         normaliser: float | None,
-        mask: Sequence[Any] | None,
+        mask: Mask | None,
     ) -> Step:
         """Check a step on all ranks before any rank runs it, and pack its rows.
 
@@ -441,7 +442,7 @@ class TreeEngine:
             attention=attention,
         )
 
-    def _stream(self, step: Step, attempt: Try, extensions: list[Extension]) -> tuple[Any, Metrics]:
+    def _stream(self, step: Step, attempt: Try, extensions: list[Extension]) -> tuple[Tensor | float, Metrics]:
         """Run the plan once for a loss that sums over trajectories; each is evaluated when its last edge is scored."""
         model, plan, counts = self.prepared, attempt.plan, attempt.counts
         batch, loss, normaliser = step.batch, step.loss, step.normaliser
@@ -511,7 +512,7 @@ class TreeEngine:
         values: bool = False,
         rewards: bool = False,
         statistics: bool = False,
-        mask: Sequence[Any] | None = None,
+        mask: Mask | None = None,
         images: Sequence[Any] | None = None,
     ) -> "Scored":
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
@@ -560,7 +561,7 @@ class TreeEngine:
         in_autograd: bool = False,
         entropies: bool = False,
         statistics: bool = False,
-        mask: Sequence[Any] | None = None,
+        mask: Mask | None = None,
     ) -> "Scored":
         """Run the batch as a tree; see `score`.
 
@@ -614,7 +615,7 @@ class TreeEngine:
         trajectories: Sequence[Row] | TokenTree,
         *,
         return_entropy: bool = False,
-        mask: Sequence[Any] | None = None,
+        mask: Mask | None = None,
     ) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from treetrain.engine.executor import Part
 from treetrain.engine.facts import Metrics
@@ -90,7 +91,7 @@ class Extension:
     def before_forward(self, model_pass: ModelPass) -> None:
         """Change what a pass reads."""
 
-    def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
+    def after_forward(self, model_pass: ModelPass, outputs: ModelOutput, scores: Scores) -> Scores:
         """Return the scores of a pass, after a look at what the model's forward returned."""
         return scores
 
@@ -124,6 +125,6 @@ class LossExtension(Extension):
         """The loss of the tokens that have passed, before it is scaled; a scalar without graph."""
         raise NotImplementedError
 
-    def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
+    def added_to(self, total: Tensor | float, sums: Metrics) -> tuple[Tensor | float, Metrics]:
         """A step's loss and metrics with this loss added."""
         raise NotImplementedError

@@ -12,11 +12,12 @@ Shape letters: K trajectories, T predictions in use, E edges and R rows of the l
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
@@ -28,6 +29,9 @@ from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges
 from treetrain.tree.token_tree import TokenTree
+
+Mask = Sequence[ArrayLike | Tensor]
+"""For every trajectory [L_k - 1] bools or weights, as arrays, tensors or lists: predictions that are 0 are left out."""
 
 # ---- predictions
 
@@ -131,11 +135,11 @@ class Batch(Selection):
         )
 
 
-def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> Bool[np.ndarray, " _"] | None:
+def predictions_of(tree: TokenTree, mask: Mask | None) -> Bool[np.ndarray, " _"] | None:
     """The predictions that a mask selects, indexed by predicted token over all rows; False at first tokens.
 
     Args:
-        mask: for every trajectory [L_k - 1] bools or weights, as arrays, tensors or lists; None selects all.
+        mask: None selects all.
 
     Raises:
         DataError: the number or the length of the rows is wrong.
@@ -322,7 +326,7 @@ class StreamedGradients(KnownGradients):
         self._order = np.argsort(batch.deepest_row, kind="stable")
         self._ends = batch.deepest_row[self._order]
         self._seen = np.zeros(len(batch.layout.rows), bool)
-        self.total: Any = 0.0
+        self.total: Tensor | float = 0.0
         self.sums: Metrics = {}
 
     def coefficients(self, piece: Piece) -> Float[Tensor, " e"] | None:

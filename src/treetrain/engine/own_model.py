@@ -16,7 +16,7 @@ from treetrain.engine.engine import checked_temperature
 from treetrain.engine.engine_model import plan_of_any_model
 from treetrain.engine.executor import Executor, Part, PassCounts
 from treetrain.engine.lm_head import ScoreRequest, score_edges
-from treetrain.engine.loss_gradients import Batch, predictions_of
+from treetrain.engine.loss_gradients import Batch, Mask, predictions_of
 from treetrain.engine.model_passes import DeviceLayout, layout_arrays
 from treetrain.errors import DataError
 from treetrain.planning.plan import Plan
@@ -149,9 +149,7 @@ class _LossPasses:
         self.total = self.total + output.detach()
 
 
-def pack(
-    rows: Sequence[Row] | TokenTree, *, mask: Sequence[Any] | None = None, device: torch.device | str = "cpu"
-) -> Packed:
+def pack(rows: Sequence[Row] | TokenTree, *, mask: Mask | None = None, device: torch.device | str = "cpu") -> Packed:
     """Pack rows for one forward of your own model: ids, positions, the tree for `attention`, and the predictions.
 
     Args:

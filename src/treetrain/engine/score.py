@@ -179,7 +179,7 @@ def run_batch_loss(
     scale: float,
     reduces: Reduces,
     rollback: Rollback,
-) -> tuple[Any, Metrics]:
+) -> tuple[Tensor | float, Metrics]:
     """Run a batch-scope loss: all trajectories are scored, on every rank, before the first backward.
 
     Every rank evaluates the loss on the rows of all ranks, and runs backward from its own predictions.

@@ -15,7 +15,7 @@ values, K and V sizes of keys and values.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from treetrain.tree.token_tree import Int64s
 # ---- the recurrent cache
 
 
-Key = tuple[Any, str]
+Key = tuple[Hashable, str]
 """(layer, name of one of its states)."""
 
 

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, check_experts
 from treetrain.models.recurrent_layers import check_recurrence
+
+M = TypeVar("M", bound=PreTrainedModel)
 
 # ---- heads
 
@@ -110,7 +112,7 @@ class ScalarHead:
     pad_token: int | None = None
     """The padding id that a pooled model skips to find the last token of a row."""
 
-    def values(self, forward: Callable[[Tensor], Any], rows: Float[Tensor, "n D"]) -> Float[Tensor, " n *c"]:
+    def values(self, forward: Callable[[Tensor], object], rows: Float[Tensor, "n D"]) -> Float[Tensor, " n *c"]:
         """The values, in float32 or wider.
 
         Args:
@@ -264,7 +266,7 @@ class Capabilities:
         return replace(self, scores_tokens=logprobs, scalar=self.scalar if values else None)
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face causal LM inside ``model``: itself, or what peft wraps."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model  # type: ignore[return-value]
@@ -280,7 +282,7 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())  # offloaded
 
 
-def loaded(model: Any) -> nn.Module:
+def loaded(model: object) -> nn.Module:
     """The model; raises TypeError for a name, a configuration, or anything else that is no module."""
     if isinstance(model, nn.Module):
         return model
@@ -329,7 +331,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
     _check_adapter(model)
     _check_quantised(model)
     scalar = None if value_head is None else users_head(value_head)
-    embeddings = lm.get_output_embeddings()  # type: ignore[operator]
+    embeddings = lm.get_output_embeddings()
     if embeddings is not None or not critics:
         if embeddings is None or inner_linear(embeddings) is None:
             found = "missing" if embeddings is None else f"a {type(embeddings).__name__}"
@@ -374,7 +376,7 @@ def head_capabilities(model: nn.Module) -> Capabilities:
         UnsupportedModel: a model without a language-model head, or with two soft-caps.
     """
     lm = causal_lm(model)
-    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None  # type: ignore[operator]
+    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
     if head is None:
         raise UnsupportedModel(f"{type(lm).__name__} has no language-model head; pass a causal LM")
     text = _text_config(lm.config)
@@ -388,7 +390,7 @@ def head_capabilities(model: nn.Module) -> Capabilities:
     )
 
 
-def drops_softcap(model: Any) -> bool:
+def drops_softcap(model: PreTrainedModel) -> bool:
     """Whether the model's attention ignores the soft-cap on attention scores that its configuration sets.
 
     Tree attention follows the configuration. Some releases of transformers let such a model run with torch's fused
@@ -402,14 +404,14 @@ def drops_softcap(model: Any) -> bool:
     return function is not None and "softcap" not in inspect.signature(function).parameters
 
 
-def with_softcap(model: Any) -> Any:
+def with_softcap(model: M) -> M:
     """The model, switched to eager attention if its current attention ignores the soft-cap."""
     if drops_softcap(model):
         model.set_attn_implementation("eager")
     return model
 
 
-def _text_config(config: Any) -> PreTrainedConfig:
+def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

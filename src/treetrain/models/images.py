@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,22 +37,31 @@ class ImageFeatures(NamedTuple):
     """Whether the model's own function returns the first kind as one tensor, and not as one for each image."""
 
 
-def image_encoder(model: nn.Module) -> Any:
+class ImageModel(Protocol):
+    """The module of a model for images and text that holds its encoder and its language model."""
+
+    visual: Any
+    language_model: nn.Module
+    get_image_features: Callable[..., Any]
+
+    def children(self) -> Iterator[nn.Module]: ...
+
+
+def image_encoder(model: nn.Module) -> ImageModel | None:
     """The module with ``get_image_features`` and the language model; None for a model of text."""
-    inner = getattr(causal_lm(model), "model", None)
+    inner: Any = getattr(causal_lm(model), "model", None)
     has_both = hasattr(inner, "get_image_features") and hasattr(inner, "language_model")
     return inner if has_both else None
 
 
-def encoder_modules(inner: Any) -> list[nn.Module]:
+def encoder_modules(inner: ImageModel) -> list[nn.Module]:
     """The modules that make features of images: all but the language model."""
     return [child for child in inner.children() if child is not inner.language_model]
 
 
 def takes_images(model: nn.Module) -> bool:
     """Whether images are known to be exact on trees of this model."""
-    config: Any = getattr(causal_lm(model), "config", None)
-    return image_encoder(model) is not None and config.model_type in FAMILIES
+    return image_encoder(model) is not None and causal_lm(model).config.model_type in FAMILIES
 
 
 def check_images(model: nn.Module, tree: TokenTree) -> None:
@@ -63,10 +72,10 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
         DataError: images that this model cannot read, or that do not fit their tokens.
     """
     images, inner, lm = tree.images, image_encoder(model), causal_lm(model)
-    config: Any = lm.config
+    config = lm.config
     if images is None:
         return
-    if not takes_images(model):
+    if inner is None or not takes_images(model):
         raise UnsupportedModel(
             f"rows with images on {type(lm).__name__} ({config.model_type}) are not known to be exact on a tree; they "
             f"are on {', '.join(FAMILIES)}. Rows of text work: leave the images out, or train without a tree."
@@ -123,7 +132,7 @@ def image_inputs(row: Trajectory, model: nn.Module) -> dict[str, Tensor]:
     return {TOKEN_TYPES: types} | joined_images(row.images, device)
 
 
-def encode_images(inner: Any, images: Sequence[Image], device: torch.device) -> ImageFeatures:
+def encode_images(inner: ImageModel, images: Sequence[Image], device: torch.device) -> ImageFeatures:
     """The features of some images, in one call of the encoder."""
     output = inner.get_image_features(**joined_images(images, device), return_dict=True)
     deep = getattr(output, "deepstack_features", None) or []
@@ -143,7 +152,7 @@ def _rows(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "F hidden"]:
 
 
 @contextmanager
-def own_attention(inner: Any, implementations: dict[int, str]) -> Iterator[None]:
+def own_attention(inner: ImageModel, implementations: dict[int, str]) -> Iterator[None]:
     """Within the block, which is in tree mode, the encoder's attention is its own: backward may run its layers again.
 
     Args:
@@ -156,18 +165,18 @@ def own_attention(inner: Any, implementations: dict[int, str]) -> Iterator[None]
         yield
 
 
-def attention_of(inner: Any) -> dict[int, str]:
+def attention_of(inner: ImageModel) -> dict[int, str]:
     """The attention implementations of the encoder's configurations, by their identity."""
     return {id(config): config._attn_implementation_internal for config in _configs(inner)}
 
 
-def _configs(inner: Any) -> list[Any]:
+def _configs(inner: ImageModel) -> list[Any]:
     found = [getattr(module, "config", None) for part in encoder_modules(inner) for module in part.modules()]
     return [config for config in found if hasattr(config, "_attn_implementation_internal")]
 
 
 @contextmanager
-def features_given(inner: Any, take: Callable[[], ImageFeatures]) -> Iterator[None]:
+def features_given(inner: ImageModel, take: Callable[[], ImageFeatures]) -> Iterator[None]:
     """Within the block the model's forward takes the features of the tokens of a pass from `take`."""
 
     def get_image_features(*_args: object, **_kwargs: object) -> SimpleNamespace:
@@ -180,13 +189,14 @@ def features_given(inner: Any, take: Callable[[], ImageFeatures]) -> Iterator[No
         yield
 
 
-def path_positions(inner: Any, tree: TokenTree) -> Int64[np.ndarray, "4 N"] | None:
+def path_positions(inner: ImageModel, tree: TokenTree) -> Int64[np.ndarray, "4 N"] | None:
     """The positions of a tree's tokens on their paths: the place in the row, and the three of rotary embeddings.
 
     Each row's are those of the model itself, so text after an image continues from the image's largest position. All
     rows through a token have the same images up to it, so they agree. None for a model that counts tokens.
     """
-    if not hasattr(inner, "get_rope_index"):
+    positions_of = getattr(inner, "get_rope_index", None)
+    if positions_of is None:
         return None
     positions = np.repeat(tree.depth.astype(np.int64)[None], 4, axis=0)
     for number, row in enumerate(tree.rows):
@@ -195,6 +205,6 @@ def path_positions(inner: Any, tree: TokenTree) -> Int64[np.ndarray, "4 N"] | No
         ids = torch.from_numpy(row.ids.astype(np.int64))[None]
         types = (ids == row.image_token).long()
         grid = torch.from_numpy(np.concatenate([image.inputs[GRID] for image in row.images]))
-        of_row, _ = inner.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
+        of_row, _ = positions_of(ids, mm_token_type_ids=types, image_grid_thw=grid)
         positions[1:, tree.path(number)] = of_row[:, 0].numpy()
     return positions

@@ -18,7 +18,13 @@ from treetrain.errors import DataError, UnsupportedModel, shortened
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
     from treetrain.models.capability import Capabilities
 
@@ -228,7 +234,7 @@ def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
         raise UnsupportedModel(f"{name}: {error}") from error
 
 
-def _config_of(source: str, options: dict[str, Any]) -> Any:
+def _config_of(source: str, options: dict[str, Any]) -> "PreTrainedConfig | None":
     """Return the configuration that `from_pretrained` would load with these options; None if it cannot be read."""
     from transformers import AutoConfig
 
@@ -239,7 +245,7 @@ def _config_of(source: str, options: dict[str, Any]) -> Any:
         return None
 
 
-def _auto_class(config: "PreTrainedConfig") -> Any:
+def _auto_class(config: "PreTrainedConfig | None") -> "type[AutoModelForCausalLM | AutoModelForImageTextToText]":
     """Return transformers' auto class for this configuration: that of text models, or of models for images and text."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -8,7 +8,7 @@ loss, which covers all tokens of all rows, and recorded choices of experts.
 import re
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -85,7 +85,7 @@ def _routers(lm: nn.Module) -> list[Router]:
 
     Where the release of transformers does not name them for a family, the modules called routers beside experts.
     """
-    specs: list[Any] = []
+    specs: list[object] = []
     for module in lm.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         specs += recorded if isinstance(recorded, list | tuple) else [] if recorded is None else [recorded]
@@ -102,7 +102,7 @@ def _routers(lm: nn.Module) -> list[Router]:
     return [Router(module, name, places[name]) for name, module in found]
 
 
-def _is_recorded(spec: Any, name: str, module: nn.Module) -> bool:
+def _is_recorded(spec: object, name: str, module: nn.Module) -> bool:
     kind = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
     suffix = spec if isinstance(spec, str) else getattr(spec, "class_name", None)
     if not (kind is not None and isinstance(module, kind)) and not (suffix and name.endswith(suffix)):

@@ -368,10 +368,10 @@ def _tree_forward(
     kind: Kind,
     current_run: Callable[[], TreeRun | None],
     hidden_states: Hidden,
-    cache_params: Any = None,
+    cache_params: object = None,
     attention_mask: Tensor | None = None,
     treetrain_run: TreeRun | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Hidden:
     from treetrain.linear_attention.paths import Paths
 

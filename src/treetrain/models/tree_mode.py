@@ -116,7 +116,7 @@ def tree_attention(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(target: Any, **values: Any) -> Iterator[None]:
+def replaced(target: object, **values: object) -> Iterator[None]:
     """Set attributes of an object inside the block, such as a module's ``forward``, around which hooks still run."""
     before = {name: vars(target)[name] for name in values if name in vars(target)}
     vars(target).update(values)
@@ -147,7 +147,7 @@ def _tree_attention(
     s_aux: Float[Tensor, " H"] | None = None,
     is_causal: bool | None = None,
     treetrain_run: TreeRun | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Float[Tensor, "1 N H V"], None]:
     name, run = type(module).__name__, treetrain_run
     if run is None:
@@ -250,7 +250,7 @@ class RangeMask:
             raise AttributeError(name)
         self._refuse(f"reads .{name} of it")
 
-    def __getitem__(self, key: Any) -> "RangeMask":
+    def __getitem__(self, key: object) -> "RangeMask":
         """The mask itself, for slices that leave nothing out (Gemma 4 before layers that share keys and values)."""
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in keys):
@@ -318,7 +318,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 """The attribute by which transformers' modules checkpoint a call; newer releases keep a layer's hooks outside of it."""
 
 
-_ACTIVE_CALLS: "WeakKeyDictionary[nn.Module, list[tuple[Any, TreeRun | None]]]" = WeakKeyDictionary()
+_ACTIVE_CALLS: "WeakKeyDictionary[nn.Module, list[tuple[object, TreeRun | None]]]" = WeakKeyDictionary()
 """By model, the stack of active calls, outermost first: callee and its run."""
 
 

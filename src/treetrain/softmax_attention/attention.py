@@ -11,8 +11,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import torch
@@ -124,7 +123,7 @@ class AttentionTree:
 
     def __init__(self, forest: Forest, cache: KVCacheView | None = None):
         self.num_tokens = len(forest.ends)
-        self.layer_calls: Counter[Any] = Counter()
+        self.layer_calls: Counter[Hashable] = Counter()
         """Number of calls by each layer."""
         self.calls: Counter[str] = Counter()
         """Forward calls by the backend that ran."""
@@ -139,7 +138,7 @@ class AttentionTree:
         key: Float[Tensor, "N G D"],
         value: Float[Tensor, "N G V"],
         scale: float,
-        layer: Any = None,
+        layer: Hashable = None,
         spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Float[Tensor, " H"] | None = None,
         backend: str | None = None,
@@ -281,7 +280,7 @@ def attention(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
-    layer: Any = None,
+    layer: Hashable = None,
     backend: str | None = None,
 ) -> Float[Tensor, "N H V"]:
     """Attention of every packed token to itself and its ancestors in the tree, differentiable.

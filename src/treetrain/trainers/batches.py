@@ -13,6 +13,8 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect
 from treetrain.tree.token_tree import TokenTree, build_tree
 
+ModelInputs = dict[str, Any]
+"""The keyword arguments of a call of the model's forward: tensors, and options of other types."""
 IGNORED = -100
 """The label of tokens that are not predicted."""
 TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
@@ -215,7 +217,7 @@ class Rows(NamedTuple):
         return _placed(rows, self.places, self.wanted.shape).to(self.wanted.device)
 
 
-def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
+def rows_of(kwargs: ModelInputs, *, rewards: bool = False) -> Rows:
     """Recover the rows of a batch that is padded, packed, neither, or a packed tree.
 
     Args:
@@ -281,7 +283,7 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
 
 
 def _images_of(
-    kwargs: dict[str, Any], rows: list[Integer[np.ndarray, " _"]]
+    kwargs: ModelInputs, rows: list[Integer[np.ndarray, " _"]]
 ) -> tuple[list[tuple[Image, ...]], int | None]:
     """The images of each row of a batch, and the token that stands for them; nothing in a batch of text.
 
@@ -330,7 +332,7 @@ def positions_between(bounds: Integer[Tensor, " _"], input_ids: Integer[Tensor, 
     return (columns - ends[torch.searchsorted(ends, columns, right=True) - 1])[None].to(input_ids.device)
 
 
-def _rows_of_packed_tree(kwargs: dict[str, Any]) -> Rows:
+def _rows_of_packed_tree(kwargs: ModelInputs) -> Rows:
     """Recover the samples that TRL's AsyncGRPO packed into a tree for its own kernel.
 
     As rows they run wherever the engine does, and together with the step's other micro-batches. See
@@ -350,7 +352,7 @@ def _rows_of_packed_tree(kwargs: dict[str, Any]) -> Rows:
     )
 
 
-def model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
+def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """The keyword arguments with which a trainer calls its model for a micro-batch; None where they are not known."""
     if "tree_kv_index" in batch:  # AsyncGRPO
         real = batch["attention_mask"].bool()

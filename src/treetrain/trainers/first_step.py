@@ -36,6 +36,7 @@ from treetrain.trainers.batches import (
     IMAGES,
     TOKEN_TYPES,
     TREE_INDEX,
+    ModelInputs,
     OutputKind,
     Rows,
     Span,
@@ -46,8 +47,6 @@ from treetrain.tree.stats import linear_work
 from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
 
 logger = logging.getLogger(__name__)
-Batch = dict[str, Any]
-"""Keyword arguments of the model's forward."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest allowed relative difference of scores and gradients, by dtype of the computation. TRL's own head always sums
 in float32."""
@@ -84,7 +83,7 @@ class Difference(NamedTuple):
 class Sample(NamedTuple):
     """Some rows of a call, which are compared."""
 
-    call: Batch
+    call: ModelInputs
     """The arguments of the trainer's call."""
     rows: Rows
     """All rows in it."""
@@ -92,7 +91,7 @@ class Sample(NamedTuple):
     """The numbers of those to compare."""
 
 
-def sample_of(call: Batch, rows: Rows) -> Sample:
+def sample_of(call: ModelInputs, rows: Rows) -> Sample:
     """Choose rows of a call; none if nothing is predicted in it."""
     return Sample(call, rows, rows_to_compare(rows.ids, rows.masks, rows.spans))
 
@@ -173,14 +172,14 @@ class FirstStep:
         self._plain_scores = self._as_batch(found)
         self._plain_loss = torch.stack(losses).sum() if losses else None
 
-    def _call(self, batch: Batch) -> Any:
+    def _call(self, batch: ModelInputs) -> Any:
         """The plain model's output for a batch."""
         if self._output_kind != "tokens":
             return self._plain(**batch)
         logits = self._plain(**{name: value for name, value in batch.items() if name != "labels"}).logits
         return SimpleNamespace(log_probs=label_logprobs(logits / self._temperature, batch["labels"]))
 
-    def _batches_alone(self) -> list[Batch]:
+    def _batches_alone(self) -> list[ModelInputs]:
         """The call of each row by itself: without padding, its positions from 0."""
         batches = []
         shared = {name: value for name, value in self.batch.items() if name not in (*_BY_TOKEN, *_OF_PACKING)}
@@ -195,7 +194,7 @@ class FirstStep:
             batches.append(with_images_of(shared | own, self._rows, [len(batches)]))
         return batches
 
-    def _scores_of(self, output: Any, batch: Batch) -> Tensor:
+    def _scores_of(self, output: Any, batch: ModelInputs) -> Tensor:
         """The scores [1, L - 1] of a row by itself, 0 where nothing is predicted; or its reward."""
         if self._output_kind == "loss":
             return label_logprobs(output.logits.detach(), batch["labels"])
@@ -427,7 +426,7 @@ def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, li
     )
 
 
-def _layout_of(batch: Batch, rows: Rows) -> tuple[str, str]:
+def _layout_of(batch: ModelInputs, rows: Rows) -> tuple[str, str]:
     """How this batch holds its rows may change them: in which way, and what to do."""
     if batch.get("attention_mask") is None and batch.get("position_ids") is not None:
         return (
@@ -484,7 +483,7 @@ def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> in
         kernel = rows.wanted.device.type in ("cuda", "xpu") and find_spec("triton") is not None
         token += min(counts.vocab, TRL_TILE) * (counts.dtype_bytes if kernel else TRL_TILE_BYTES)
     tokens = int(max(room / token, 0))
-    config: Any = causal_lm(engine.model).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = causal_lm(engine.model).config.get_text_config()
     if getattr(config, "_attn_implementation", None) == "eager":
         # Scores and softmax [heads, L, L] of every layer: `pair` n^2 + `token` n = room, for rows of n / ROWS tokens.
         layers = 1 if counts.checkpointing else counts.layers
@@ -493,7 +492,7 @@ def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> in
     return max(tokens, LEAST_TOKENS)
 
 
-def all_labelled(call: Batch, rows: Rows) -> Batch:
+def all_labelled(call: ModelInputs, rows: Rows) -> ModelInputs:
     """The call with a label for every token of its rows except their first ones."""
     labels = torch.full_like(call["input_ids"], IGNORED)
     for row, start, stop in rows.spans:
@@ -501,7 +500,7 @@ def all_labelled(call: Batch, rows: Rows) -> Batch:
     return call | {"labels": labels}
 
 
-def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> Batch:
+def small_batch(call: ModelInputs, rows: Rows, chosen: Sequence[int], tokens: int) -> ModelInputs:
     """The call of the model for some rows of a batch: padded or packed as they are in it, and cut to so many tokens.
 
     Where rows need not be cut, a padded batch's are given with all of their columns. TRL's packed trees become padded.
@@ -546,7 +545,7 @@ def small_batch(call: Batch, rows: Rows, chosen: Sequence[int], tokens: int) -> 
     return batch
 
 
-def with_images_of(call: Batch, rows: Rows, chosen: Sequence[int]) -> Batch:
+def with_images_of(call: ModelInputs, rows: Rows, chosen: Sequence[int]) -> ModelInputs:
     """The call with the images of some of the rows alone; without images where these are rows of text."""
     if not rows.images:
         return call

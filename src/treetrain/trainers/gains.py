@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import Trainer
 
 from treetrain.data.trajectory import common_prefix
 from treetrain.errors import DataError
 from treetrain.planning.cost import CostModel
-from treetrain.trainers.batches import rows_of
+from treetrain.trainers.batches import ModelInputs, rows_of
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree, build_tree
 
@@ -34,7 +35,7 @@ MOST_KEPT = 1 << 20
 class Gains:
     """Counts what this process computes and what it would compute without trees."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._counts: Counter[str] = Counter()  # since the last logs
         self._first: Counter[str] = Counter()  # of the first steps
@@ -59,7 +60,7 @@ class Gains:
     def add(self, scored: "Scored", tree: TokenTree, cost: CostModel | None, started: float) -> None:
         """Count a tree that is trained; the backward of the second ends a measurement, as the first also warms up."""
         self._trees += 1
-        counts: dict[str, Any] = {
+        counts: dict[str, float] = {
             "flat": scored.flat_tokens,
             "unique": scored.unique_tokens,
             "computed": scored.computed_tokens,
@@ -81,7 +82,7 @@ class Gains:
             self._measured = self.once["tree/measured_speedup"] = plain_seconds / (self.now() - started)
             self._timed = None
 
-    def add_call(self, kwargs: dict[str, Any]) -> None:
+    def add_call(self, kwargs: ModelInputs) -> None:
         """Count a call of the model for the loss that no tree answers."""
         if self._steps >= STEPS or sum(map(len, self._untreed)) > MOST_KEPT:
             return
@@ -167,7 +168,8 @@ class Gains:
 
     def _possible(self) -> tuple[str, float]:
         """Return a column of token ids, and the share of its tokens that grouping rows by prefix would save."""
-        dataset, args = self._trainer.train_dataset, self._trainer.args
+        dataset: Any = self._trainer.train_dataset
+        args = self._trainer.args
         columns = getattr(dataset, "column_names", None) or []
         key = next((name for name in ("input_ids", "prompt_ids") if name in columns), None)
         if key is None or not hasattr(dataset, "__len__") or not len(dataset):

@@ -7,10 +7,10 @@ file of its own (`sharded_processes.py` has FSDP2).
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from transformers import Trainer
 
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import Scored
@@ -30,18 +30,18 @@ class Processes:
     call = "forward"
     """The attribute of the model that is replaced, so that trees answer its calls."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trainer):
         self.accelerator = trainer.accelerator
         self._averaged: tuple[Step, int, Sequence[object]] | None = None
         """The gradients as they were averaged last: of this micro-batch of this step."""
         self.check(trainer)
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Raise ValueError for settings that cannot be exact."""
         if dist.is_available() and dist.is_initialized():
             from treetrain.engine.extensions.process_group import is_sharded
 
-            if is_sharded(trainer.model):
+            if trainer.model is not None and is_sharded(trainer.model):
                 raise ValueError(
                     "share_prefixes cannot be exact with a model that is sharded already; let accelerate shard it "
                     "(accelerate launch with fsdp_version: 2), or train it with tt.TreeTrainer"

@@ -9,10 +9,10 @@ micro-batch; earlier ones leave them unreduced, as the trainer's own accumulatio
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.process_group import is_shard, is_sharded, reduced_at_once
@@ -30,7 +30,7 @@ class ShardedProcesses(Processes):
     model must not run around a call that a tree answers: they would gather weights for a call that runs no layer, cast
     the answer to the policy's output_dtype, and take the tree's own calls of the model for parts of this one."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trainer):
         super().__init__(trainer)
         if not calls_may_be_replaced():
             raise ValueError(
@@ -38,8 +38,9 @@ class ShardedProcesses(Processes):
                 "answers calls of a sharded model; install a torch that treetrain is tested with (2.11 to 2.13)"
             )
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: Trainer) -> None:
         plugin = trainer.accelerator.state.fsdp_plugin
+        assert plugin is not None
         if plugin.fsdp_version != 2:
             raise ValueError(
                 f"share_prefixes cannot be exact with fsdp_version: {plugin.fsdp_version}, whose weights are flat "

@@ -29,7 +29,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
-from treetrain.trainers.batches import IMAGES, TOKEN_TYPES, TREE_INDEX, OutputKind, Rows, rows_of
+from treetrain.trainers.batches import IMAGES, TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of
 from treetrain.trainers.step_scores import StepScores, TreeScores
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class PrefixSharing:
     The state of an optimizer step is in ``steps.step``, which each step makes anew; here is what stays during a run.
     """
 
-    def __init__(self, trainer: Any, budget: int | str | Bytes | None, check: bool | Literal["rows"]):
+    def __init__(self, trainer: Trainer, budget: int | str | Bytes | None, check: bool | Literal["rows"]):
         from treetrain.trainers.gains import Gains
         from treetrain.trainers.relied_on import warn_if_untested
 
@@ -235,6 +235,7 @@ class PrefixSharing:
         self.processes: Processes = getattr(module, kind)(trainer)
         self.trainer, self.budget, self.check = trainer, budget, check
         self._settle = _weakly(self.settle)
+        assert trainer.model is not None
         self.model: nn.Module = trainer.model
         self.wrapped = self.model
         """The model as the trainer calls it, such as within DistributedDataParallel."""
@@ -379,7 +380,7 @@ class PrefixSharing:
 
     # ---- The model's calls ----
 
-    def answer(self, forward: "TreeForward", args: tuple, kwargs: dict) -> Any:
+    def answer(self, forward: "TreeForward", args: tuple, kwargs: ModelInputs) -> Any:
         """The result of a call of the model's forward: from a tree if it asks for scores, else its own."""
         model, plain, head = forward.module, forward.plain, forward.head
         gradients = torch.is_grad_enabled()
@@ -420,7 +421,7 @@ class PrefixSharing:
             return self._output(forward, engine, scores, own, rows, kwargs)
 
     def token_logprobs(
-        self, forward: "TreeForward", inputs: dict[str, Any], temperature: float, *, entropy: bool
+        self, forward: "TreeForward", inputs: ModelInputs, temperature: float, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Answer `treetrain.token_logprobs` for a batch from a tree."""
         model, head = forward.module, FusedHead(temperature, ("log_probs", "entropy") if entropy else ("log_probs",))
@@ -440,7 +441,7 @@ class PrefixSharing:
         entropies = None if scored.entropies is None else rows.batch(scored.entropies[own])
         return logprobs, None if entropies is None else self.steps.kept_by(scores, entropies)
 
-    def _asks_for(self, args: tuple, kwargs: dict) -> str:
+    def _asks_for(self, args: tuple, kwargs: ModelInputs) -> str:
         """Tell whether a call asks for `SCORES`, from a tree, for the model's own `OUTPUT`, or `LATER` for scores."""
         rows = kwargs.get("input_ids") is not None and kwargs.get("past_key_values") is None
         if not rows or self.wants_logits:
@@ -456,7 +457,7 @@ class PrefixSharing:
         return SCORES if self.in_loss and (self.output_kind == "rewards" or labels) else OUTPUT
 
     def _check_first_step(
-        self, forward: "TreeForward", head: FusedHead, rows: Rows, kwargs: dict, kind: OutputKind
+        self, forward: "TreeForward", head: FusedHead, rows: Rows, kwargs: ModelInputs, kind: OutputKind
     ) -> None:
         """Compare a few rows with the plain model; all ranks stop if one of them does. See `FirstStep`."""
         from treetrain.trainers.first_step import all_labelled, sample_of
@@ -506,7 +507,7 @@ class PrefixSharing:
             first.backward_of_tree(*self._answered(forward, head, first.batch))
         self.gains.once, self.gains.plain_rate = first.judge(repeatable=not collective)
 
-    def _answered(self, forward: "TreeForward", head: FusedHead, batch: dict[str, Any]) -> tuple[Any, Tensor, "Scored"]:
+    def _answered(self, forward: "TreeForward", head: FusedHead, batch: ModelInputs) -> tuple[Any, Tensor, "Scored"]:
         """The output that a call gets by itself, its scores as a batch, and what runs their backward."""
         model = forward.module
         rows, engine = self._rows_of(batch), self._engine(model, head)
@@ -523,7 +524,7 @@ class PrefixSharing:
         return engine.score(scores.tree, mask=scores.masks, entropies="entropy" in head.outputs, statistics=statistics)
 
     @contextmanager
-    def _balanced(self, model: nn.Module, kwargs: dict, *, allowed: bool = True) -> Iterator[bool]:
+    def _balanced(self, model: nn.Module, kwargs: ModelInputs, *, allowed: bool = True) -> Iterator[bool]:
         """Inside the block, the configuration asks for the routers' auxiliary loss if the call does; yields whether.
 
         A call may ask for it even if the model's configuration does not.
@@ -531,7 +532,7 @@ class PrefixSharing:
         Args:
             allowed: False if the caller does not want this loss, whatever the configuration says.
         """
-        config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+        config = causal_lm(model).config.get_text_config()
         configured = getattr(config, "output_router_logits", False)
         balanced = bool(allowed and (configured or kwargs.get("output_router_logits")))
         with replaced(config, **({} if balanced == bool(configured) else {"output_router_logits": balanced})):
@@ -573,7 +574,13 @@ class PrefixSharing:
         return scores, own
 
     def _output(
-        self, forward: "TreeForward", engine: TreeEngine, scores: TreeScores, own: slice, rows: Rows, kwargs: dict
+        self,
+        forward: "TreeForward",
+        engine: TreeEngine,
+        scores: TreeScores,
+        own: slice,
+        rows: Rows,
+        kwargs: ModelInputs,
     ) -> Any:
         """Return the output that the trainer gets for a call: scores of its own rows, in the shape of its batch."""
         scored = scores.scored
@@ -660,9 +667,7 @@ class TreeForward(OwnForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._sharing.answer(self, args, kwargs)
 
-    def token_logprobs(
-        self, inputs: dict[str, Any], temperature: float, *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def token_logprobs(self, inputs: ModelInputs, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of a batch from a tree, and entropies; see `treetrain.token_logprobs`."""
         return self._sharing.token_logprobs(self, inputs, temperature, entropy=entropy)
 
@@ -687,7 +692,7 @@ class TreeOutput:
     """
 
     def __init__(
-        self, forward: TreeForward, inputs: dict[str, Any], loss: Tensor | None = None, aux_loss: Tensor | None = None
+        self, forward: TreeForward, inputs: ModelInputs, loss: Tensor | None = None, aux_loss: Tensor | None = None
     ):
         self.loss, self.aux_loss = loss, aux_loss
         self._forward, self._inputs = forward, inputs
@@ -775,7 +780,7 @@ def refused_arguments(unknown: Sequence[str]) -> ValueError:
     )
 
 
-def output_kind_of(trainer: Any) -> OutputKind:
+def output_kind_of(trainer: Trainer) -> OutputKind:
     """The kind of output that this trainer reads of its model.
 
     Raises:
@@ -790,18 +795,20 @@ def output_kind_of(trainer: Any) -> OutputKind:
     return "loss"
 
 
-def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
+def check_trainer(trainer: Trainer, output_kind: OutputKind) -> None:
     """Refuse settings that cannot be exact.
 
     Raises:
         ValueError, UnsupportedModel: the message names the setting to change.
     """
-    args, accelerator = trainer.args, trainer.accelerator
+    args, accelerator, model = trainer.args, trainer.accelerator, trainer.model
+    assert model is not None
     distributed = str(accelerator.distributed_type.value)
     parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
     columns = {*(getattr(trainer.train_dataset, "column_names", None) or ())}
     offloads = getattr(args, "activation_offloading", False)
-    compiles = accelerator.state.dynamo_plugin.backend.value
+    dynamo = accelerator.state.dynamo_plugin
+    compiles = "NO" if dynamo is None else dynamo.backend.value
     refusals: dict[str, Any] = {
         f"distributed_type={distributed}; launch one process, DistributedDataParallel, FSDP2 (fsdp_version: 2) or "
         "DeepSpeed": (distributed not in PROCESSES),
@@ -818,7 +825,7 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
         "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=": offloads,
         "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out": parallelism,
         "a tensor-parallel model (tp_plan), which has not been verified here; take tt.TreeEngine in a loop of your "
-        "own": (getattr(causal_lm(trainer.model), "_tp_size", None) or 1) > 1,
+        "own": (getattr(causal_lm(model), "_tp_size", None) or 1) > 1,
         f"optim={args.optim}, which updates weights within the trainer's backward, before the tree's; take "
         "another": "lomo" in args.optim or "layerwise" in args.optim,
     }
@@ -828,14 +835,14 @@ def check_trainer(trainer: Any, output_kind: OutputKind) -> None:
     if images := {"image", "images"} & columns:
         from treetrain.models.images import FAMILIES, takes_images
 
-        if not takes_images(trainer.model):
+        if not takes_images(model):
             raise ValueError(
                 f"share_prefixes cannot be exact with images (column {', '.join(images)} of train_dataset); give rows "
                 f"of text, or a model of {', '.join(FAMILIES)}"
             )
     if output_kind != "loss":
         return
-    lm = causal_lm(trainer.model)
+    lm = causal_lm(model)
     kind = getattr(lm, "loss_type", None)  # None is the cross-entropy too
     if kind is not None and LOSS_MAPPING.get(kind) is not ForCausalLMLoss:
         raise UnsupportedModel(

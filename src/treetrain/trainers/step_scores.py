@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from treetrain.engine.ranks import Ranks
-from treetrain.trainers.batches import Rows, model_inputs, tree_of
+from treetrain.trainers.batches import ModelInputs, Rows, model_inputs, tree_of
 from treetrain.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class StepScores:
         rows_of: the rows in the arguments of a call.
     """
 
-    def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], Rows]) -> None:
+    def __init__(self, trainer: Trainer, rows_of: Callable[[ModelInputs], Rows]) -> None:
         self._trainer, self._rows_of = trainer, rows_of
         self.step = Step()
         self.all_ranks = Ranks()
@@ -280,8 +281,9 @@ class StepScores:
 
     def _following(self, rows: Rows) -> list[Rows]:
         """These rows and those of the following micro-batches, as far as they are known; else only these."""
-        trainer, batches = self._trainer, self.step.batches[self.step.number :]
-        if hasattr(trainer, "_buffered_inputs"):  # it generates; its first completions are scored before they are split
+        trainer: Any = self._trainer  # one of TRL, if it generates
+        batches = self.step.batches[self.step.number :]
+        if hasattr(trainer, "_buffered_inputs"):  # its first completions are scored before they are split
             each = trainer.args.steps_per_generation
             left = each * trainer.num_iterations - trainer._step % (each * trainer.num_iterations)
             buffered, numbers = trainer._buffered_inputs, range(trainer._step, trainer._step + min(len(batches), left))

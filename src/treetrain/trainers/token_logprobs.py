@@ -19,7 +19,7 @@ from treetrain.engine.extensions.process_group import output_dtype
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, check_head, score_edges, scoring_head, zero_of
 from treetrain.errors import DataError
 from treetrain.models.capability import causal_lm, head_capabilities
-from treetrain.trainers.batches import IGNORED, positions_between, rows_of
+from treetrain.trainers.batches import IGNORED, ModelInputs, positions_between, rows_of
 from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput, image_arguments
 
 _OF_ROWS = (
@@ -86,7 +86,7 @@ def token_logprobs(
     return (logprobs, entropies) if return_entropy else logprobs
 
 
-def _arguments(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(model: nn.Module, inputs: Mapping[str, Any]) -> ModelInputs:
     """The entries of a batch that describe its rows.
 
     Raises:
@@ -114,7 +114,7 @@ def _tree_forward(model: nn.Module) -> TreeForward | None:
 
 
 def _from_plain_model(
-    model: nn.Module, inner: nn.Module, batch: dict[str, Any], temperature: float, *, entropy: bool
+    model: nn.Module, inner: nn.Module, batch: ModelInputs, temperature: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Scores from the model's own forward, whose head scores the wanted predictions in the place of logits.
 

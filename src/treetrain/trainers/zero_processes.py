@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from treetrain.engine.deferred import DeferredGradient
 from treetrain.engine.engine import TreeEngine
@@ -40,9 +41,11 @@ NEEDED = "coalesce_grad_reduction"
 class ZeroProcesses(ShardedProcesses):
     """Processes that DeepSpeed trains, as accelerate sets it up."""
 
-    def check(self, trainer: Any) -> None:
-        check_zero(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
-        self._partitioned = trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
+    def check(self, trainer: Trainer) -> None:
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        assert plugin is not None
+        check_zero(plugin.deepspeed_config)
+        self._partitioned = plugin.zero_stage == 3
 
     def check_prepared(self, model: nn.Module) -> None:
         check_engine(model)
@@ -65,7 +68,7 @@ class ZeroProcesses(ShardedProcesses):
         # ZeRO-3 reduces the experts of a layer by hooks of its leaf modules.
         for handle in (*engine.optimizer._grad_acc_hooks, *getattr(engine.optimizer, "_leaf_module_hooks", ())):
             handle.remove()
-        self.accelerator.deepspeed_engine_wrapped = TreesFirst(wrapper, settle)
+        self.accelerator.deepspeed_engine_wrapped = TreesFirst(wrapper, settle)  # type: ignore[assignment]
 
     def settle(self, engine: TreeEngine, steps: StepScores, *, everything: bool, last: bool) -> list[Scored]:
         if self._partitioned:

@@ -291,7 +291,7 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True, ids_alone: b
     return tree
 
 
-def _check_rows(rows: Any) -> None:
+def _check_rows(rows: object) -> None:
     """Raise DataError or TypeError unless this is a sequence of rows."""
     if not hasattr(rows, "__iter__"):
         shown = f"{quoted(rows)}, " if isinstance(rows, int | float) else ""
@@ -303,9 +303,9 @@ def _check_rows(rows: Any) -> None:
             f"rows are given as one {type(rows).__name__}; give a list of rows, each a list of token ids, or "
             "tt.from_padded(batch['input_ids'], batch['attention_mask']) for a padded batch"
         )
-    if getattr(rows, "ndim", 1) > 1:
+    if len(shape := getattr(rows, "shape", ())) > 1:
         raise DataError(
-            f"rows are given as one array {list(rows.shape)}: if it is padded, its padding would count as tokens. Give "
+            f"rows are given as one array {list(shape)}: if it is padded, its padding would count as tokens. Give "
             "tt.from_padded(input_ids, attention_mask), or list(rows) if every entry is a token of its row"
         )
 

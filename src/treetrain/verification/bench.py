@@ -9,7 +9,7 @@ import dataclasses
 import platform
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from treetrain.engine.executor import Executor, Part, PassCounts
 from treetrain.engine.extension import LossExtension
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
-from treetrain.engine.loss import as_loss
+from treetrain.engine.loss import LossProtocol, as_loss
 from treetrain.engine.loss_gradients import KnownGradients
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.errors import UnsupportedModel
@@ -68,7 +68,7 @@ def bench(
     model: nn.Module,
     trajectories: Sequence[Row] | TokenTree,
     *,
-    loss: Any = None,
+    loss: LossProtocol | Callable[..., Any] | None = None,
     temperature: float = 1.0,
     budget: int | str | Bytes | None = None,
     repeats: int = 5,

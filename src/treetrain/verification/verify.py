@@ -21,7 +21,7 @@ from treetrain.engine.deferred import gradients_aside
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.experts import RouterBalance, by_place, route_as_recorded
 from treetrain.engine.extensions.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
-from treetrain.engine.loss import Loss, as_loss, needs_logprobs
+from treetrain.engine.loss import Loss, LossProtocol, as_loss, needs_logprobs
 from treetrain.errors import UnsupportedModel, expect
 from treetrain.kernel_checks import relative_error
 from treetrain.losses import sft
@@ -93,7 +93,7 @@ def verify(
     model: nn.Module,
     trajectories: Sequence[Row] | TokenTree,
     *,
-    loss: Any = None,
+    loss: LossProtocol | Callable[..., Any] | None = None,
     temperature: float = 1.0,
     tolerance: float | None = None,
     budget: int | str | Bytes | None = None,

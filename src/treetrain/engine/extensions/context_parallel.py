@@ -23,32 +23,32 @@ sum over all tokens.
 
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.utils.generic import ModelOutput
 
 from treetrain.engine.extension import Extension, LayoutArrays, ModelPass
 from treetrain.engine.lm_head import Scores, Statistics
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import Capabilities
+from treetrain.models.capability import Capabilities, causal_lm
 from treetrain.models.recurrent_layers import recurrent_heads
 from treetrain.models.tree_mode import AttentionBackend, instance_of
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.layout import PackedLayout
 
 
-def check_context(ranks: Ranks, model: Any, capabilities: Capabilities) -> None:
+def check_context(ranks: Ranks, model: nn.Module, capabilities: Capabilities) -> None:
     """Raise UnsupportedModel for a model that these ranks cannot divide."""
     if ranks.alone:
         return
     name, scalar = type(model).__name__, capabilities.scalar
-    config = model.config.get_text_config()
+    config = causal_lm(model).config.get_text_config()
     heads = int(config.num_attention_heads)
     counts = {heads: "heads"}
     counts |= {number: f"{what} of recurrent layers" for number, what in recurrent_heads(model).items()}
@@ -193,7 +193,7 @@ class ContextParallel(Extension):
         coefficients = share.coefficients(model_pass.request.coefficients)
         model_pass.request = replace(model_pass.request, coefficients=coefficients)
 
-    def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
+    def after_forward(self, model_pass: ModelPass, outputs: ModelOutput, scores: Scores) -> Scores:
         share = instance_of(Share, model_pass.extras)
         return scores if share is None else share.whole(scores)
 

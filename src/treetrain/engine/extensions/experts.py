@@ -24,6 +24,7 @@ from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from transformers.utils.generic import ModelOutput
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.extension import LossExtension, ModelPass
@@ -172,7 +173,7 @@ class Experts(LossExtension):
         model_pass.extras.append(routers)
         model_pass.keywords |= routers.begin()
 
-    def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
+    def after_forward(self, model_pass: ModelPass, outputs: ModelOutput, scores: Scores) -> Scores:
         routers = instance_of(RouterPass, model_pass.extras)
         assert routers is not None
         routers.close(outputs)
@@ -206,7 +207,7 @@ class Experts(LossExtension):
         """These tokens' share of the auxiliary loss, before its coefficient."""
         return self.balance.share_of(self.whole or self.balance) if self.balance.tokens else self.balance.choices.sum()
 
-    def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
+    def added_to(self, total: Tensor | float, sums: Metrics) -> tuple[Tensor | float, Metrics]:
         if not self.balanced:
             return total, sums
         # Parts and ranks have shares of one loss, so their weights add up to 1.
@@ -341,7 +342,7 @@ class RouterPass:
         copies = 1 if self.share is None else self.share.ranks.size  # as all gradients of a share
         return logits, _Balanced.apply(weights, probabilities, self.counts * copies, self.routing), chosen
 
-    def close(self, outputs: Any) -> None:
+    def close(self, outputs: ModelOutput) -> None:
         """End the forward and add its balance. Layers that run again later are not counted.
 
         Raises:
@@ -370,7 +371,7 @@ class RouterPass:
             self.compares, self.routing.verified = False, True
 
 
-def _checked(router: Router, output: Any, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _checked(router: Router, output: object, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """A router's output: logits [n, E], weights [n, k] of the chosen experts, and their numbers, int64 [n, k].
 
     Raises:
@@ -381,7 +382,8 @@ def _checked(router: Router, output: Any, tokens: int) -> tuple[Tensor, Tensor, 
         usual = logits.dim() == chosen.dim() == 2 and weights.shape == chosen.shape and not chosen.is_floating_point()
         if usual and len(logits) == len(chosen) == tokens:
             return logits, weights, chosen
-    form = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in output]
+    parts = output if isinstance(output, tuple | list) else [output]
+    form = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in parts]
     raise UnsupportedModel(
         f"{router.name} ({type(router.module).__name__}) returns {form}; logits [{tokens}, experts], weights and "
         f"numbers of the chosen experts [{tokens}, k] were expected, so its auxiliary loss is not supported."

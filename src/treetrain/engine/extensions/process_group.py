@@ -7,7 +7,7 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from treetrain.errors import RanksDisagree, UnsupportedModel
 T = TypeVar("T")
 BUCKET_NUMBERS = 1 << 24
 """Most gradient entries per all-reduce; a larger parameter gets one of its own."""
-_MADE: dict[Any, Any] = {}
+_MADE: dict[Hashable, Any] = {}
 """Process groups created here, by the group or mesh that they serve; all engines on it share them."""
 _ERROR = "treetrain error"
 """The key in a group's store of the error that ended a pass; the processes must start again after it."""
@@ -255,7 +255,7 @@ class GroupRanks(Ranks):
 CALL = "make the same calls with the same settings (their rows alone may differ)"
 
 
-def check_same(name: str, values: list[Any], must: str = CALL) -> None:
+def check_same(name: str, values: Sequence[object], must: str = CALL) -> None:
     """Raise RanksDisagree, which says what ranks must do, unless all of them have the same value."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
@@ -273,7 +273,7 @@ def _was_left_by_others(error: BaseException) -> bool:
     )
 
 
-def _made_once(key: Any, members: list[int], **options: Any) -> Any:
+def _made_once(key: Hashable, members: list[int], **options: Any) -> Any:
     if key not in _MADE:
         # With local synchronization, torch names a group by how many groups each member has, which may differ between
         # members. A group of all ranks does not need it.
@@ -318,7 +318,7 @@ def is_deepspeed_engine(model: nn.Module) -> bool:
 # ---- ZeRO-3
 
 
-def is_partitioned(weight: Any) -> bool:
+def is_partitioned(weight: object) -> bool:
     """Whether DeepSpeed's ZeRO-3 has divided a weight over ranks."""
     return hasattr(weight, "ds_tensor")
 
@@ -340,7 +340,7 @@ def whole_shapes(model: nn.Module) -> Iterator[None]:
 # ---- FSDP2
 
 
-def is_shard(tensor: Any) -> bool:
+def is_shard(tensor: object) -> bool:
     """Whether a tensor is one rank's part of a larger one."""
     return hasattr(tensor, "device_mesh") or is_partitioned(tensor)
 

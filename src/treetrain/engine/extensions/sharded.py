@@ -13,10 +13,10 @@ same passes, so they run stand-ins together, each over the whole token.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
 
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.extension import Extension, ModelPass, Reduces
@@ -115,8 +115,8 @@ class Sharded(Extension):
             model_pass.request, reaches_all_weights=True, carrier_dtype=output_dtype(self._model)
         )
 
-    def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
-        return replace(scores, carrier=outputs.logits)
+    def after_forward(self, model_pass: ModelPass, outputs: ModelOutput, scores: Scores) -> Scores:
+        return replace(scores, carrier=outputs["logits"])
 
     def before_backward(self) -> None:
         self._reach("backward")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from treetrain.engine.extension import Extension, ModelPass
 from treetrain.engine.extensions.process_group import GroupRanks, is_shard, meshes_of, sharded_modules
@@ -65,7 +66,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
         UnsupportedModel: the model is divided in another way, or combined with one of `others`.
         RanksDisagree: weights that every rank holds whole are not the same.
     """
-    lm: Any = causal_lm(model)
+    lm = causal_lm(model)
     name, size = type(lm).__name__, int(getattr(lm, "_tp_size", None) or 1)
     settings: Any = getattr(lm.config, "distributed_config", None) if getattr(lm, "_device_mesh", None) else None
     sizes = {field: int(getattr(settings, field, None) or 1) for field in ("ep_size", "pp_size", "fsdp_size")}
@@ -114,7 +115,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
     return ranks
 
 
-def _check_plan(lm: Any, ranks: Ranks, *, experts: bool) -> None:
+def _check_plan(lm: PreTrainedModel, ranks: Ranks, *, experts: bool) -> None:
     """Refuse plans that are not exact here, and sizes that do not fit; `experts`: whether experts are divided too."""
     name, config = type(lm).__name__, lm.config.get_text_config()
     plans = {"tp_plan": (lm.tp_plan, STYLES), "ep_plan": (lm.ep_plan if experts else {}, EP_STYLES)}
@@ -258,7 +259,7 @@ class TensorParallel(Extension):
 
 def _partial(model: nn.Module) -> list[nn.Module]:
     """The modules whose weights every rank holds whole, but whose gradients come from its own heads only."""
-    lm: Any = causal_lm(model)
+    lm = causal_lm(model)
     divided = {key.removesuffix("q_proj") for key, style in lm.tp_plan.items() if style == "colwise"}
     norms = {key + name for key in divided for name in ("q_norm", "k_norm")}
     planned = (m for m in lm.modules() if PARTIAL in getattr(vars(m).get("forward"), "__qualname__", ""))

@@ -179,7 +179,7 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if not sharded:
             stack.enter_context(_other_hooks_off(model, modules.values()))
-        config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+        config = causal_lm(model).config.get_text_config()
         if getattr(config, "output_router_logits", False):  # transformers collects these by hooks
             config.output_router_logits = False
             stack.callback(setattr, config, "output_router_logits", True)

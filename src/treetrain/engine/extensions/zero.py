@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils.generic import ModelOutput
 
 from treetrain.engine.extension import ModelPass
 from treetrain.engine.extensions.process_group import is_partitioned
@@ -59,7 +60,7 @@ class Partitioned(Sharded):
                 yield
             self._end_backward()
 
-    def after_forward(self, model_pass: ModelPass, outputs: Any, scores: Scores) -> Scores:
+    def after_forward(self, model_pass: ModelPass, outputs: ModelOutput, scores: Scores) -> Scores:
         if torch.is_grad_enabled() and not self._inputs:  # the same in all passes
             modules = ((module, vars(module).get(_INPUTS)) for module in self._model.modules())
             self._inputs = {module: count for module, count in modules if count is not None}
@@ -118,7 +119,7 @@ def head_read_outside(model: nn.Module) -> Iterator[None]:
         unregister_external_parameter,
     )
 
-    lm: Any = causal_lm(model)
+    lm = causal_lm(model)
     head = lm.get_output_embeddings()  # None in a reward model, which calls its own
     weights = [] if head is None else [p for p in head.parameters(recurse=False) if is_partitioned(p)]
     for p in weights:
