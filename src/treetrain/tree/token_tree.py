@@ -303,9 +303,9 @@ def _check_rows(rows: object) -> None:
             f"rows are given as one {type(rows).__name__}; give a list of rows, each a list of token ids, or "
             "tt.from_padded(batch['input_ids'], batch['attention_mask']) for a padded batch"
         )
-    if len(shape := getattr(rows, "shape", ())) > 1:
+    if getattr(rows, "ndim", 1) > 1:
         raise DataError(
-            f"rows are given as one array {list(shape)}: if it is padded, its padding would count as tokens. Give "
+            f"rows are given as one array {list(getattr(rows, 'shape', ()))}: if it is padded, its padding would count as tokens. Give "
             "tt.from_padded(input_ids, attention_mask), or list(rows) if every entry is a token of its row"
         )
 
