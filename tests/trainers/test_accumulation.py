@@ -10,7 +10,7 @@ from torch import nn
 
 from treetrain.engine.deferred import Deferral
 from treetrain.trainers.batches import Rows, model_inputs
-from treetrain.trainers.step_scores import Arrivals, StepScores, next_of
+from treetrain.trainers.step_scores import Arrivals, StepScores, decided
 
 
 def rows_of(inputs):
@@ -55,7 +55,7 @@ class Scores:
         scores, own = steps.scores_for(key, rows, **options)
         if scores.scored is None:
             scores.scored = self.run(scores.tree)
-        return [steps.kept_by(scores, leaf) for leaf in scores.scored.logprobs[own]]
+        return [steps.keeping(scores, leaf) for leaf in scores.scored.logprobs[own]]
 
     def run(self, tree):
         ids = [row.ids for row in tree.trajectories]
@@ -303,9 +303,9 @@ OUTCOMES = {
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_all_ranks_do_the_same_with_a_tree(name):
     ranks, outcome = OUTCOMES[name]
-    assert next_of(ranks, expected=False) == outcome
+    assert decided(ranks, expected=False) == outcome
 
 
 def test_scores_without_gradients_are_kept_while_these_are_expected():
-    assert next_of([NOTHING._replace(ended=True)], expected=True) == "wait"
-    assert next_of([NOTHING._replace(arrived=True, ended=True)], expected=True) == "drop"
+    assert decided([NOTHING._replace(ended=True)], expected=True) == "wait"
+    assert decided([NOTHING._replace(arrived=True, ended=True)], expected=True) == "drop"

@@ -74,9 +74,9 @@ class ModelState(NamedTuple):
     """By the address of each module and configuration: its numbers, strings, flags and adapters, and the kinds of its
     weights."""
     hooks: list[int]
-    """The numbers of the forward hooks by module. Trainers may set the same hooks anew in every step."""
+    """The numbers of the forward hooks by module. A hook that a trainer sets anew in every step gets a new number."""
     alive: list[object]
-    """Objects that only their addresses stand for. While they are kept, no other object has the same address."""
+    """Objects of which `settings` has the address alone. While they are kept, no other object has the same address."""
 
     @classmethod
     def of(cls, model: nn.Module, value_head: nn.Module | None) -> "ModelState":
@@ -137,7 +137,7 @@ class ModelState(NamedTuple):
 
 
 _CHECKED, _TRAINED = "_ ", ".requires_grad"
-"""The beginning of the names of settings that only checks read, and the end of the names of these flags."""
+"""The beginning of the names of settings that only checks read, and the end of the names of the requires_grad flags."""
 
 
 def _is_switch(own: dict[str, object], name: str) -> bool:

@@ -7,8 +7,8 @@ system whose matrix is masked to ancestors. The tile is linear in the state S th
     out = P S + R,   S at an exit = A S + B.
 P, R, A and B are computed for all tiles at once. Only S <- A S + B runs level by level, one small product per level.
 
-Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n tiles of C
-slots, E exits, x exported tokens or exits of a class.
+Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; E exits, x
+exported tokens; of one class of tiles: n tiles of C slots, e exits.
 """
 
 from typing import NamedTuple
@@ -28,8 +28,8 @@ class _Linear(NamedTuple):
 
     out: Float[Tensor, "n H C V"]  # R
     of_state: Float[Tensor, "n H C K"]  # P
-    exit_out: Float[Tensor, "x H K V"] | None  # B
-    exit_of_state: Float[Tensor, "x H K K"] | None  # A
+    exit_out: Float[Tensor, "e H K V"] | None  # B
+    exit_of_state: Float[Tensor, "e H K K"] | None  # A
 
 
 def gated_delta(

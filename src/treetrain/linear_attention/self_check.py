@@ -97,6 +97,6 @@ def _errors(
 
 
 def _together(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return one error of several tensors: alone, a small gradient is rounded by more than the others in 16 bits."""
+    """Return the root mean square of the tensors' errors: in 16 bits the smallest gradient alone has a larger error."""
     errors = [relative_error(a.detach(), b.detach()) for a, b in zip(found, expected)]
     return (sum(error**2 for error in errors) / len(errors)) ** 0.5

@@ -11,7 +11,8 @@ starts from to slot i, and from slot j to slot i:
 The sums are computed for all tiles at once; only the states go from level to level.
 
 Shape letters: N tokens, J groups (heads of queries and keys), H heads (a multiple of J), G = H / J heads of a group, K
-and V sizes of keys and values; n tiles of C slots, E exits, x exported tokens or exits of a class.
+and V sizes of keys and values; E exits, x exported tokens; of one class of tiles: n tiles of C
+slots, e exits.
 """
 
 from typing import NamedTuple
@@ -30,8 +31,8 @@ class _Tile(NamedTuple):
     query: Float[Tensor, "n J C K"]
     reach: Float[Tensor, "n H C"]
     """The decay from the state that a tile starts from to each slot."""
-    exit_out: Float[Tensor, "x J K G V"] | None
-    exit_decay: Float[Tensor, "x J 1 G 1"] | None
+    exit_out: Float[Tensor, "e J K G V"] | None
+    exit_decay: Float[Tensor, "e J 1 G 1"] | None
 
 
 def state_space(
@@ -84,11 +85,11 @@ def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, tiles: TileC
     out, reach = spread(q @ k.transpose(-1, -2), between) @ v, since.exp().type_as(v)
     if not len(tiles.exit_slot):
         return _Tile(out, q, reach, None, None)
-    at, until = since, since[tiles.exit_tile, :, tiles.exit_slot]  # [n, H, C], [x, H]
+    at, until = since, since[tiles.exit_tile, :, tiles.exit_slot]  # [n, H, C], [e, H]
     if not tiles.one_each:
         k, v, at = (x.index_select(0, tiles.exit_tile) for x in (k, v, at))
-    left = (until[..., None] - at).masked_fill(tiles.exit_hidden[:, None], float("-inf")).exp()[..., None]
-    # Heads of a group become columns: [x, H, C, V] -> [x, J, C, G * V].
-    columns = (v * left.type_as(v)).unflatten(1, (k.shape[1], -1)).transpose(2, 3)
+    to_exit = (until[..., None] - at).masked_fill(tiles.exit_hidden[:, None], float("-inf")).exp()[..., None]
+    # Heads of a group become columns: [e, H, C, V] -> [e, J, C, G * V].
+    columns = (v * to_exit.type_as(v)).unflatten(1, (k.shape[1], -1)).transpose(2, 3)
     exit_out = (k.transpose(-1, -2) @ columns.flatten(3)).unflatten(3, columns.shape[3:])
     return _Tile(out, q, reach, exit_out, until.exp().type_as(v).view(len(until), k.shape[1], 1, -1, 1))

@@ -7,8 +7,8 @@ one token), and forks inside it cost nothing. States are computed only at *exits
 whose state is exported. Tiles of one depth in the tree of tiles form a *level*: what reads no state is computed for all
 tiles at once, and states go from level to level.
 
-Shape letters: N tokens, H heads; n tiles of C slots, E exits, x exported tokens or exits of a class, P tiles of all
-classes.
+Shape letters: N tokens, x of them exported, H heads, E exits, P tiles; of one class of tiles: n tiles of C slots, e
+exits.
 """
 
 from collections import defaultdict
@@ -35,15 +35,15 @@ CLASS_PAIRS = 12_000
 
 @dataclass(frozen=True, slots=True)
 class TileClass:
-    """Tiles padded to one size, on the device: n tiles of C slots, x exits. Padding repeats token 0."""
+    """Tiles padded to one size, on the device: n tiles of C slots, e exits. Padding repeats token 0."""
 
     index: Int64[Tensor, " slots"]  # the token in every slot
     shape: tuple[int, int]  # (n, C)
     hidden: Bool[Tensor, "n C C"]  # slot j is neither slot i nor an ancestor of it
     entry: Int64[Tensor, " n"]  # the state a tile starts from; 0 is the one before the roots, 1 + e that of exit e
-    exit_tile: Int64[Tensor, " x"]  # the tile of every exit
-    exit_slot: Int64[Tensor, " x"]  # its slot
-    exit_hidden: Bool[Tensor, "x C"]  # the row of `hidden` at each exit
+    exit_tile: Int64[Tensor, " e"]  # the tile of every exit
+    exit_slot: Int64[Tensor, " e"]  # its slot
+    exit_hidden: Bool[Tensor, "e C"]  # the row of `hidden` at each exit
     one_each: bool  # every tile has one exit, in order
 
 
@@ -137,11 +137,18 @@ def _tile_class(
     index: Int64[np.ndarray, "n C"],
     length: Int64[np.ndarray, " n"],
     entry: Int64[np.ndarray, " n"],
-    exit_tile: Int64[np.ndarray, " x"],
-    exit_slot: Int64[np.ndarray, " x"],
+    exit_tile: Int64[np.ndarray, " e"],
+    exit_slot: Int64[np.ndarray, " e"],
     ends: Int64[Tensor, " N"],
 ) -> TileClass:
-    """Build a class from the token in every slot, the filled slots of each tile, the layout's ends, and its fields."""
+    """Build a class.
+
+    Args:
+        index: the token in every slot.
+        length: the number of filled slots of each tile.
+        entry, exit_tile, exit_slot: as in `TileClass`.
+        ends: those of the layout.
+    """
     device, (count, size) = ends.device, index.shape
     tokens, tile, slot = on_device(index, device), on_device(exit_tile, device), on_device(exit_slot, device)
     filled = torch.arange(size, device=device) < on_device(length, device)[:, None]
@@ -219,9 +226,9 @@ def _packed(pieces: list[tuple[int, list[int]]], tile: int, tiles: list[list[int
 def levels_of(parent: Int64[np.ndarray, " P"]) -> Int64[np.ndarray, " P"]:
     """The number of ancestors of each item; `parent` is the index of an earlier item, or -1."""
     level = [0] * len(parent)
-    for part, above in enumerate(parent.tolist()):
+    for item, above in enumerate(parent.tolist()):
         if above >= 0:
-            level[part] = level[above] + 1
+            level[item] = level[above] + 1
     return np.array(level, np.int64)
 
 

@@ -5,12 +5,12 @@ one first. A part whose graph was kept runs backward at once; another runs forwa
 graphs alive are its own and the kept ones of the parts before it, in both phases: those after it have not run yet, or
 have run backward. So a choice fits if, for every part, the kept graphs before it fit beside it.
 
-    kept: 1, 3      P0 F1 P2 F3   loss   B3   F2 B2   B1   F0 B0
+    kept: 1, 3      P0 F1 P2 F3   loss   B3   F2 B2   B1   F0 B0      F forward, B backward, P without graph
     graphs alive       1  1  13          1    12      .    0
 
 The cache of every part is held from its first forward to its backward, so nothing but the parts that run again runs
-twice. The choice is the most seconds saved for the memory: parts by the seconds that running them again would take, per
-token or byte of their graph. An early part's graph is alive while all later parts run again, so the last parts may
+twice. Parts are kept in the order of the seconds that running them again would take, per token or byte of their graph,
+as long as they fit. An early part's graph is alive while all later parts run again, so the last parts may
 be worth more; the search tries beginnings from which on parts may be kept.
 """
 
@@ -26,7 +26,7 @@ BEGINNINGS = 8
 FINER = (2, 4, 6)
 """Parts within these fractions of the budget are tried too, since they fill it better."""
 MOST_PARTS = 1024
-"""No finer parts are tried beyond so many."""
+"""Finer parts are not tried for a plan with more parts than this."""
 CACHE_SHARE = 0.25
 """Under a budget in tokens, which does not count the cache, the caches of all parts may take this share of the bytes of
 the budget's graphs."""

@@ -464,8 +464,8 @@ def rows_to_compare(
 def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> int:
     """The most tokens, padding included, that the plain model may run forward and backward at once.
 
-    They need no more memory than the tree of these rows, or than its gradients, which come as the graph goes; as far as
-    memory can be predicted.
+    As far as memory can be predicted, they need no more than the graph of these rows' tree, or than all gradients if
+    those are larger. (The two are not held together: gradients come as the graph is freed.)
     """
     cost = engine.prepared.cost
     if cost is None:

@@ -1,7 +1,7 @@
 """FSDP2 in `share_prefixes`: each process holds a shard of the weights, so every pass of the model is collective.
 
-The trainer calls its model equally often on all ranks; otherwise plain FSDP2 would wait for ever. So the calls that
-trees answer are common points too. What is decided there depends on the rows of all ranks (`StepScores` exchanges it):
+The trainer calls its model equally often on all ranks; otherwise plain FSDP2 would wait for ever. So all ranks reach
+the calls that trees answer too. What is decided there depends on the rows of all ranks (`StepScores` exchanges it):
 whether micro-batches are scored as one tree, and which trees run backward. A rank whose rows share nothing, or whose
 loss has no gradient, takes part all the same. FSDP2 itself reduces the gradients, in the backwards after the last
 micro-batch; earlier ones leave them unreduced, as the trainer's own accumulation does.
@@ -58,11 +58,11 @@ class ShardedProcesses(Processes):
             )
 
     def autocast(self) -> AbstractContextManager[None]:
-        """None: FSDP2's mixed precision policy casts weights and inputs."""
+        """No autocast: FSDP2's mixed precision policy casts weights and inputs."""
         return nullcontext()
 
     def comparison(self, model: nn.Module) -> AbstractContextManager[None]:
-        return reduced_at_once(model)  # FSDP2 gives parameters no other gradients
+        return reduced_at_once(model)  # FSDP2 puts gradients into .grad only when it reduces them
 
     def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
         scored.deferral.error = (

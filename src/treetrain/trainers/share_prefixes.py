@@ -437,9 +437,9 @@ class PrefixSharing:
             scores, own = self._scored(engine, model, head, rows, training, balanced=False)
         scored = scores.scored
         assert scored is not None
-        logprobs = self.steps.kept_by(scores, rows.batch(scored.logprobs[own]))
+        logprobs = self.steps.keeping(scores, rows.batch(scored.logprobs[own]))
         entropies = None if scored.entropies is None else rows.batch(scored.entropies[own])
-        return logprobs, None if entropies is None else self.steps.kept_by(scores, entropies)
+        return logprobs, None if entropies is None else self.steps.keeping(scores, entropies)
 
     def _asks_for(self, args: tuple, kwargs: ModelInputs) -> str:
         """Tell whether a call asks for `SCORES`, from a tree, for the model's own `OUTPUT`, or `LATER` for scores."""
@@ -586,19 +586,19 @@ class PrefixSharing:
         scored = scores.scored
         assert scored is not None
         if scored.rewards is not None:
-            rewards = self.steps.kept_by(scores, scored.rewards[own])
+            rewards = self.steps.keeping(scores, scored.rewards[own])
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])  # type: ignore[arg-type]
 
         def batch(values: Sequence[Tensor] | None) -> Tensor | None:
             return None if values is None else rows.batch(values[own])
 
-        log_probs = self.steps.kept_by(scores, rows.batch(scored.logprobs[own]))
+        log_probs = self.steps.keeping(scores, rows.batch(scored.logprobs[own]))
         normaliser = kwargs.get("num_items_in_batch")
         if normaliser is None:
             normaliser = rows.wanted.sum().clamp(min=1 if self.output_kind == "fused" else 0)
         loss, aux = -log_probs.sum() / normaliser, scored.aux_loss
         if aux is not None:
-            aux = self.steps.kept_by(scores, aux)
+            aux = self.steps.keeping(scores, aux)
             loss = loss + engine.capabilities.auxiliary * aux
         if self.output_kind == "loss":
             return TreeOutput(forward, kwargs, loss, aux)
@@ -608,7 +608,7 @@ class PrefixSharing:
         return FusedCausalLMOutput(
             loss=loss,
             log_probs=log_probs,
-            entropy=None if entropies is None else self.steps.kept_by(scores, entropies),
+            entropy=None if entropies is None else self.steps.keeping(scores, entropies),
             log_sum_sq_probs=batch(scored.log_sum_sq_probs),
             mean_logits=batch(scored.mean_logits),
             is_top1=None if is_top1 is None else is_top1.bool(),
@@ -637,9 +637,9 @@ class PrefixSharing:
 
 
 class OwnForward:
-    """Stands for the forward that was set on one module: copies and pickles of the module have that of their class.
+    """Stands for a forward that was set on one module. A copy or pickle of the module has the forward of its class.
 
-    What TRL sets would call, in a copy, the model that it was made for.
+    In a copy, the forward that TRL sets would call the model that it was made for.
     """
 
     def __init__(self, module: nn.Module, name: str = "forward"):
@@ -688,7 +688,8 @@ class TreeOutput:
 
     Args:
         inputs: the arguments of the call.
-        loss, aux_loss: those of the model; None without labels, and without routers' auxiliary loss.
+        loss: the model's, None without labels.
+        aux_loss: the routers' auxiliary loss, None without one.
     """
 
     def __init__(
@@ -720,7 +721,7 @@ class TreeOutput:
 
 
 def _agreed(ranks: Ranks, asks: str, *, odd: bool = False) -> str:
-    """Tell what a call asks the model for, on which ranks that run every pass together agree.
+    """Tell what a call asks the model for. Ranks that run every pass together must agree on it.
 
     Args:
         odd: it has inputs that trees do not know.
@@ -741,7 +742,7 @@ def _same(forward: Any) -> Any:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, which does not keep its object alive; afterwards it does nothing."""
+    """A call of the method that does not keep its object alive. When the object is gone, it does nothing."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> None:

@@ -129,7 +129,7 @@ class Arrivals(NamedTuple):
     """Whether no more gradients are expected, or those that have come are needed now."""
 
 
-def next_of(ranks: Sequence[Arrivals], *, expected: bool) -> Literal["backward", "wait", "drop"]:
+def decided(ranks: Sequence[Arrivals], *, expected: bool) -> Literal["backward", "wait", "drop"]:
     """Decide what happens to a tree next, the same on all ranks that run its passes together.
 
     Args:
@@ -154,13 +154,13 @@ class StepScores:
         self._trainer, self._rows_of = trainer, rows_of
         self.step = Step()
         self.all_ranks = Ranks()
-        """Those whose rows make up a step."""
+        """The processes whose rows make up a step."""
         self.ranks = Ranks()
-        """Those that run every pass of the model together with this process, where weights are sharded. They score the
-        same micro-batches as one tree, and run the same trees backward, in the same order."""
+        """The processes that run every pass of the model together with this one, where weights are sharded. They score
+        the same micro-batches as one tree, and run the same trees backward, in the same order."""
         self.waiting: list[TreeScores] = []
-        """Scores that a backward has reached (with `ranks` all that one may reach), and whose gradients have not gone
-        through their tree."""
+        """Scores that a backward has reached, and whose gradients have not gone through their tree. If `ranks` are
+        several, also scores that a backward may still reach."""
         self._cuts = 0  # trees that were settled before their last micro-batch
 
     def begin_step(self, batches: Sequence[Any]) -> None:
@@ -200,7 +200,7 @@ class StepScores:
         joint, apart = (sum(tokens) for tokens in zip(*(counts for _, counts in answers)))
         return scores if joint <= WORTH_JOINING * apart else None
 
-    def kept_by(self, scores: TreeScores, output: Tensor) -> Tensor:
+    def keeping(self, scores: TreeScores, output: Tensor) -> Tensor:
         """The output, which is computed from the leaves of these scores; its graph keeps them until a backward."""
         if self.ranks.alone:
             return _Keeps.apply(output, scores, self.waiting)
@@ -246,7 +246,7 @@ class StepScores:
             )
             with self.ranks.together("the backward of the step's trees"):
                 ranks = self.ranks.exchange(own)
-            outcome = next_of(ranks, expected=self.ranks.alone or self.step.training)
+            outcome = decided(ranks, expected=self.ranks.alone or self.step.training)
             if outcome == "wait":
                 continue
             self.waiting.remove(scores)

@@ -9,11 +9,11 @@ last micro-batch. So:
   backward, and hands every parameter's sum to DeepSpeed at once (`DeepSpeedEngine.coalesce_grad_reduction`).
   DeepSpeed reduces these sums in its own buckets and dtype, then clips and steps.
 
-Every process holds its own gradients until then, in the weights' dtype: with ZeRO-1 as DeepSpeed does; with ZeRO-2
-DeepSpeed frees them within a backward.
+Until then every process holds its own gradients whole, in the weights' dtype. Under ZeRO-1 DeepSpeed does so too.
+Under ZeRO-2 it would free them within a backward, so trees need more memory there.
 
-Under ZeRO-3 nobody holds whole gradients. `extensions/zero.py` has DeepSpeed reduce those of each part as they come,
-and all ranks score and run backward together, as under FSDP2.
+Under ZeRO-3 no process holds whole gradients. `extensions/zero.py` has DeepSpeed reduce the gradients of each part as
+they come, and all ranks score and run backward together, as under FSDP2.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from treetrain.trainers.step_scores import StepScores
 
 STAGES = (1, 2, 3)
 """The stages of ZeRO that are supported."""
-NEEDED = "coalesce_grad_reduction"
+REDUCTION = "coalesce_grad_reduction"
 """The method of DeepSpeedEngine that reduces whole gradients once (DeepSpeed 0.19 has it)."""
 
 
@@ -51,7 +51,7 @@ class ZeroProcesses(ShardedProcesses):
         check_engine(model)
 
     def comparison(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Gradients of a model without its DeepSpeedEngine stay whole on each rank."""
+        """See `Processes`. The model is called without its DeepSpeedEngine, so each rank has whole gradients of it."""
         return head_read_outside(model) if self._partitioned else nullcontext()
 
     def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
@@ -128,9 +128,9 @@ def reduce_once(engine: Any) -> None:
         engine.optimizer.backward_epilogue()  # moves gradients to where the reduction reads them
 
 
-ROUNDS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+ROUNDING = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 """Settings of ZeRO++ that round weights or gradients."""
-LEFT_OUT = (
+CHANGES_PASSES = (
     *("pipeline", "progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training"),
     *("sparse_attention", "amp", "torch_autocast", "fp16"),
 )
@@ -146,23 +146,25 @@ def check_zero(config: dict[str, Any]) -> None:
     zero = config.get("zero_optimization") or {}
     stage, partition = zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
     accumulates = str((config.get("data_types") or {}).get("grad_accum_dtype")).removeprefix("torch.")
-    ways = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    tp_size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
     refusals = {
         f"zero_optimization.stage: {stage}; set it to {' or '.join(map(str, STAGES))}": stage not in STAGES,
         f"zero_optimization.zero_hpz_partition_size: {partition} (ZeRO++); leave it out": partition > 1,
-        **{f"zero_optimization.{name} (ZeRO++), which rounds; leave it out": zero.get(name) for name in ROUNDS},
+        **{f"zero_optimization.{name} (ZeRO++), which rounds; leave it out": zero.get(name) for name in ROUNDING},
         "zero_optimization.zenflow, which steps with old gradients; leave it out": zero.get("zenflow"),
         "zero_optimization.offload_param.device: nvme; set it to cpu or none": str(
             (zero.get("offload_param") or {}).get("device")
         ).endswith("nvme"),
-        f"tensor_parallel.autotp_size: {ways}; leave it out": ways > 1,
+        f"tensor_parallel.autotp_size: {tp_size}; leave it out": tp_size > 1,
         "compile.deepcompile; leave it out": (config.get("compile") or {}).get("deepcompile"),
         "data_types.grad_accum_dtype: fp32 with bf16 and stage 1, whose optimizer takes gradients within a backward; "
         "set zero_optimization.stage: 2": stage == 1
         and _enabled(config, "bf16")
         and accumulates in ("fp32", "float32"),
     }
-    refusals |= {f"{name}; leave it out (bf16.enabled: true is exact)": _enabled(config, name) for name in LEFT_OUT}
+    refusals |= {
+        f"{name}; leave it out (bf16.enabled: true is exact)": _enabled(config, name) for name in CHANGES_PASSES
+    }
     for reason, refused in refusals.items():
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with DeepSpeed's {reason}")
@@ -182,8 +184,8 @@ def check_engine(engine: Any) -> None:
     """
     if getattr(engine, "pipeline_parallelism", False):
         raise ValueError("share_prefixes cannot be exact with DeepSpeed's PipelineModule; give the trainer the model")
-    if not hasattr(engine, NEEDED) or not hasattr(engine.optimizer, "_grad_acc_hooks"):
+    if not hasattr(engine, REDUCTION) or not hasattr(engine.optimizer, "_grad_acc_hooks"):
         raise ValueError(
-            f"share_prefixes hands whole gradients to DeepSpeedEngine.{NEEDED}; this DeepSpeed does not have it for "
+            f"share_prefixes hands whole gradients to DeepSpeedEngine.{REDUCTION}; this DeepSpeed does not have it for "
             f"{type(engine.optimizer).__name__}: DeepSpeed 0.19.8 has it for ZeRO"
         )

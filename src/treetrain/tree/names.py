@@ -1,6 +1,7 @@
-"""Tokens that are one only if more than their ids is equal: numbers that stand for ids with recorded experts or images.
+"""Numbers that stand for token ids while rows with recorded experts or images are merged.
 
-`build_tree` merges rows by these numbers, and puts the ids back afterwards.
+Tokens with equal ids are merged only if their experts, or their images, are equal too. So each distinct combination
+gets a number of its own. `build_tree` merges rows by these numbers, and puts the ids back afterwards.
 """
 
 from collections.abc import Sequence

@@ -304,8 +304,9 @@ def _check_rows(rows: object) -> None:
             "tt.from_padded(batch['input_ids'], batch['attention_mask']) for a padded batch"
         )
     if getattr(rows, "ndim", 1) > 1:
+        shape: Sequence[int] = getattr(rows, "shape", ())
         raise DataError(
-            f"rows are given as one array {list(getattr(rows, 'shape', ()))}: if it is padded, its padding would count as tokens. Give "
+            f"rows are given as one array {list(shape)}: if it is padded, its padding would count as tokens. Give "
             "tt.from_padded(input_ids, attention_mask), or list(rows) if every entry is a token of its row"
         )
 

@@ -46,7 +46,7 @@ class Images(Extension):
         self._inner, self._images, self._device = inner, tree.images, model_device(model)
         self._positions = path_positions(inner, tree)
         self._attention: dict[int, str] = {}
-        self._made: ImageFeatures | None = None
+        self._encoded: ImageFeatures | None = None
         """The encoder's output, with its graph if the encoder is trained."""
         self._leaves: list[Tensor] = []
         """The same numbers without graph, in float32 or wider. Backwards of parts add their gradients here."""
@@ -54,13 +54,13 @@ class Images(Extension):
 
     def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
         trained = any(p.requires_grad for part in encoder_modules(self._inner) for p in part.parameters())
-        if self._made is None or (gradients and trained and not self._made.kinds[0].requires_grad):
+        if self._encoded is None or (gradients and trained and not self._encoded.kinds[0].requires_grad):
             self._attention = attention_of(self._inner)
-            # A backward may follow that begins another run: a score's, or that of a try after memory ran out.
+            # The backward may come in a later run: that of a score, or of a second try after memory ran out.
             with torch.set_grad_enabled(trained and (gradients or torch.is_grad_enabled())):
-                self._made = encode_images(self._inner, self._images.distinct, self._device)
+                self._encoded = encode_images(self._inner, self._images.distinct, self._device)
         self._leaves = []
-        for kind in self._made.kinds:
+        for kind in self._encoded.kinds:
             leaf = kind.detach().to(torch.promote_types(kind.dtype, torch.float32))
             self._leaves.append(leaf.requires_grad_(kind.requires_grad))
 
@@ -68,10 +68,10 @@ class Images(Extension):
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
         with features_given(self._inner, self._features), own_attention(self._inner, self._attention):
             yield
-            if backward and self._made is not None:
-                made, self._made = self._made, None
+            if backward and self._encoded is not None:
+                encoded, self._encoded = self._encoded, None
                 pairs = [
-                    (x, leaf.grad.to(x.dtype)) for x, leaf in zip(made.kinds, self._leaves) if leaf.grad is not None
+                    (x, leaf.grad.to(x.dtype)) for x, leaf in zip(encoded.kinds, self._leaves) if leaf.grad is not None
                 ]
                 if pairs:
                     with torch.autocast(self._device.type, enabled=False):
@@ -87,10 +87,10 @@ class Images(Extension):
         features = features[features >= 0]
         if not len(features):
             return
-        assert self._made is not None
+        assert self._encoded is not None
         index = on_device(features, self._device)
-        kinds = [leaf[index].to(kind.dtype) for leaf, kind in zip(self._leaves, self._made.kinds)]
-        self._of_pass = ImageFeatures(kinds, self._made.as_tensor)
+        kinds = [leaf[index].to(kind.dtype) for leaf, kind in zip(self._leaves, self._encoded.kinds)]
+        self._of_pass = ImageFeatures(kinds, self._encoded.as_tensor)
         model_pass.keywords["pixel_values"] = torch.zeros(0, device=self._device)  # so that it asks for features
 
     def _features(self) -> ImageFeatures:

@@ -3,8 +3,8 @@
 A run of several parts has a backward for each. A hook on a parameter would see each part's gradient, where in plain
 training it sees one. So hooks are set aside while parts run, and run once on the sum.
 
-FSDP2 puts gradients into the ``.grad`` of its shards by itself, not by autograd. It runs hooks that come after the
-accumulation, and none on the gradients themselves. So do trees.
+FSDP2 puts gradients into the ``.grad`` of its shards by itself, not by autograd. It runs the hooks that come after the
+accumulation, and no hooks on the gradients themselves. With trees it is the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ class HooksOnce(Extension):
     """Runs hooks once, on the sum of the gradients of all backwards of a run, unless the run fails.
 
     Args:
-        parameters: those that get gradients.
-        shards: those among them whose gradients FSDP2 puts into ``.grad``.
+        parameters: all that get gradients.
+        shards: the parameters among them whose gradients FSDP2 puts into ``.grad``.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shards: Sequence[nn.Parameter] = ()):
@@ -29,7 +29,7 @@ class HooksOnce(Extension):
 
     @contextmanager
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
-        # Looked for here: tensor parallelism changes hooks within the block around this one.
+        # Hooks are looked for here, since tensor parallelism changes them within the block around this one.
         parameters = [p for p in self._parameters if self._has_hooks(p)] if graph else []
         with gradients_aside(parameters) as totals:
             yield

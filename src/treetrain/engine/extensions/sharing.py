@@ -43,7 +43,7 @@ def shared(
     group: "dist.ProcessGroup | None",
     context: "dist.ProcessGroup | None",
 ) -> "tuple[nn.Module, nn.Module | None, GroupSharing]":
-    """The model and value head within `DistributedDataParallel`, and how their steps are shared."""
+    """Unwrap a model and value head from `DistributedDataParallel`, and find how processes share their steps."""
     zero = model if is_deepspeed_engine(model) else None
     model, group = unwrapped(model, group)
     if value_head is not None:
@@ -55,8 +55,8 @@ class GroupSharing(Sharing):
     """Says how the processes of some groups share the steps of an engine.
 
     Args:
-        group: those whose gradients are averaged; None: the ranks of a sharded model.
-        context: those that divide the tokens of every part.
+        group: the processes whose gradients are averaged; None takes the ranks of a sharded model.
+        context: the processes that divide the tokens of every part.
         zero: the DeepSpeedEngine around the model, if any.
 
     Raises:
@@ -156,13 +156,14 @@ def rows_of_all_ranks(
 ) -> tuple[list[Trajectory] | None, float]:
     """Compare the ranks' settings, and exchange what they must know of one another's rows.
 
-    All ranks combine the facts in rank order, so they get the same loss constants and the same normaliser.
+    All ranks add up the weights in rank order, so they get the same normaliser.
 
     Args:
         kind: the class of the engine.
 
     Returns:
-        the rows of all ranks if the loss must see them, else None; the ranks' amounts of the normaliser, summed.
+        the rows of all ranks if the loss must see them, else None; the sum of the ranks' loss weights, 0 if it is not
+        needed.
     """
     ranks, weights = model.sharing.ranks, [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in model.parameters]
     settings = {

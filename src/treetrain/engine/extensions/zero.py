@@ -2,14 +2,14 @@
 
 As under FSDP2, every pass is a collective call, so all ranks follow one common order (`sharded.py`). What differs:
 
-- DeepSpeed has no gradients that are not reduced yet. Every backward of a part is to it what a micro-batch is in plain
+- DeepSpeed keeps no gradients that are not reduced yet. It treats every backward of a part as a micro-batch of plain
   training: its gradients are reduced as they come, and added to each rank's share. No rank ever holds them all.
 - DeepSpeed's hooks reduce only in backwards of its engine. Here its own are off (`trainers/zero_processes.py`), and a
   hook that does the same is on while parts run. Hooks of users would see parts, so they are refused.
-- A module's weights are released when as many inputs have had their gradients as its last forward had. With several
-  forwards before the first backward, the next backwards would find this number used up and release nothing until their
-  end; so it is set again before every backward. Afterwards it is what it was: other trees may have been scored, and
-  compare the model's state.
+- DeepSpeed counts the inputs of a module's last forward, and releases its weights in a backward when all of these have
+  had their gradients. After several forwards the first backward would use this count up, and later ones would release
+  nothing until their end. So the count is set again before every backward. After the passes the old count is restored,
+  since scores of other trees compare the model's settings with what they were.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ class Partitioned(Sharded):
             setattr(module, _INPUTS, count)
         if self._zero is not None:
             self._in_backward = True
-            self._zero.optimizer.clear_backward_seen_flag()  # adds to the share what this backward will reduce
+            self._zero.optimizer.clear_backward_seen_flag()  # what this backward reduces is added to the rank's share
             self._zero.set_gradient_accumulation_boundary(self.reduces != "never")
             self._zero.optimizer.backward_prologue()
 
