@@ -23,7 +23,7 @@ from support.images import (
     plain_scores,
     row,
 )
-from support.models import make_model, needs_transformers
+from support.models import make_model
 from support.plans import KEEPS, SHAPES, on_plan, scored_first
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.model_passes import ModelPasses
@@ -31,7 +31,6 @@ from treetrain.models.images import image_encoder, path_positions
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 
-needs_transformers("5.16", "encoders of images return their outputs in other forms")
 CAT, DOG, WIDE = image(1), image(2), image(3, 2, 4)
 ROWS = [
     row(3, 4, CAT, 5, 6, 7),

@@ -33,8 +33,8 @@ class ImageFeatures(NamedTuple):
     """The encoder's output for F tokens of images, by kind: those of the embeddings, then those of each deep layer."""
 
     kinds: list[Float[Tensor, "F hidden"]]
-    as_tensor: bool
-    """Whether the model's own function returns the first kind as one tensor, and not as one for each image."""
+    as_tensor: list[bool]
+    """For each kind, whether the model's own function returns it as one tensor, and not as one for each image."""
 
 
 class ImageModel(Protocol):
@@ -136,8 +136,8 @@ def encode_images(inner: ImageModel, images: Sequence[Image], device: torch.devi
     """The features of some images, in one call of the encoder."""
     output = inner.get_image_features(**joined_images(images, device), return_dict=True)
     deep = getattr(output, "deepstack_features", None) or []
-    kinds = [_rows(kind) for kind in (output.pooler_output, *deep)]
-    return ImageFeatures(kinds, isinstance(output.pooler_output, Tensor))
+    kinds = (output.pooler_output, *deep)
+    return ImageFeatures([_rows(kind) for kind in kinds], [isinstance(kind, Tensor) for kind in kinds])
 
 
 def joined_images(images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
@@ -180,10 +180,8 @@ def features_given(inner: ImageModel, take: Callable[[], ImageFeatures]) -> Iter
     """Within the block the model's forward takes the features of the tokens of a pass from `take`."""
 
     def get_image_features(*_args: object, **_kwargs: object) -> SimpleNamespace:
-        features = take()
-        first, *deep = features.kinds
-        made = first if features.as_tensor else (first,)
-        return SimpleNamespace(pooler_output=made, deepstack_features=[(kind,) for kind in deep])
+        first, *deep = [kind if whole else (kind,) for kind, whole in zip(*take())]
+        return SimpleNamespace(pooler_output=first, deepstack_features=deep)
 
     with replaced(inner, get_image_features=get_image_features):
         yield
