@@ -14,8 +14,6 @@ from torch import nn
 from trainer_runs import BUILDERS, train
 from transformers import (
     DataCollatorForSeq2Seq,
-    GPT2Config,
-    GPT2LMHeadModel,
     Lfm2Config,
     Lfm2ForCausalLM,
     Trainer,
@@ -226,7 +224,7 @@ def test_a_batch_that_predicts_nothing_leaves_the_check_to_the_next(tmp_path):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_the_left_of_learned_positions_stops_the_first_step(side, tmp_path):
-    model, batch = learned_positions(), batch_of(IDS, side)
+    model, batch = runs.learned_positions(), batch_of(IDS, side)
     if side == "right":
         check(model, tmp_path, batch)
         return
@@ -238,27 +236,19 @@ def test_padding_on_the_left_of_learned_positions_stops_the_first_step(side, tmp
     check(model, tmp_path, batch, how="rows")
 
 
-def learned_positions(rows: int = 64) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=rows, initializer_range=0.5)
-    for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
-        setattr(config, name, 0.0)
-    return GPT2LMHeadModel(config)
-
-
 def test_a_row_with_padding_on_its_left_is_among_those_compared(tmp_path):
     long = [list(range(2, 20)), [*range(2, 19), 30], [*range(2, 18), 31, 32]]
     with pytest.raises(RuntimeError, match="Shared prefixes are right"):
-        check(learned_positions(), tmp_path, batch_of([[40, 41, 42], *long], "left"))
-    check(learned_positions(), tmp_path, batch_of(long, "left"))
+        check(runs.learned_positions(), tmp_path, batch_of([[40, 41, 42], *long], "left"))
+    check(runs.learned_positions(), tmp_path, batch_of(long, "left"))
 
 
 def test_rows_that_are_cut_keep_padding_on_their_left(tmp_path, monkeypatch):
     monkeypatch.setattr(first_step, "tokens_within", lambda *_: 24)
     ids = [list(range(2, 40)), [*range(2, 30), *range(2, 12)], [*range(2, 25), 31]]
     with pytest.raises(RuntimeError, match="counts the padding on a row's left"):
-        check(learned_positions(), tmp_path, batch_of(ids, "left"))
-    check(learned_positions(), tmp_path, batch_of(ids, "left"), how="rows")
+        check(runs.learned_positions(), tmp_path, batch_of(ids, "left"))
+    check(runs.learned_positions(), tmp_path, batch_of(ids, "left"), how="rows")
     check(runs.model(), tmp_path, batch_of(ids, "left"))
 
 

@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 import trainer_runs
 from test_token_logprobs import reads_logits, takes_logprobs
-from trainer_runs import BUILDERS, Difference, build_plain, difference, train
+from trainer_runs import (
+    BUILDERS,
+    Difference,
+    assert_padding_is_seen,
+    build_plain,
+    difference,
+    padding_in_positions,
+    train,
+)
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -278,6 +286,19 @@ def broken(group: Any, mutant: str, folder: str) -> float:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_gradient_that_is_left_out_is_seen(two: Processes, mutant, tmp_path):
     assert min(two.run(broken, mutant, str(tmp_path), timeout=400)) > 1e-2
+
+
+def left_padded(group: Any, name: str, folder: str, stage: int) -> tuple[list[str], float]:
+    """See `padding_in_positions`."""
+    return padding_in_positions(partial(run, group, name, folder, 1, stage, {}, True), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "plain"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_padding_that_positions_count_is_seen_and_rows_by_themselves_go_on(two: Processes, name, stage, tmp_path):
+    for found in two.run(left_padded, name, str(tmp_path), stage, timeout=400):
+        assert_padding_is_seen(*found)
 
 
 BF16 = {"bf16": {"enabled": True}}

@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
-from trainer_runs import BUILDERS, Difference, Run, difference, train
+from trainer_runs import (
+    BUILDERS,
+    Difference,
+    Run,
+    assert_padding_is_seen,
+    difference,
+    padding_in_positions,
+    train,
+)
 
 import treetrain as tt
 from support.fsdp_on_cpus import let_accelerate_shard, needs_sharding_on_cpus
@@ -277,6 +285,18 @@ def test_the_comparison_sees_gradients_that_get_lost(two, mutate, tmp_path):
 def test_the_first_step_sees_gradients_that_get_lost(two, tmp_path):
     for said in two.run(mutated_and_checked, str(tmp_path), timeout=300):
         assert "gradients of the plain model and with shared prefixes differ" in said
+
+
+def left_padded(group: Any, name: str, folder: str) -> tuple[list[str], float]:
+    """See `padding_in_positions`."""
+    return padding_in_positions(partial(run, group, name, folder, True, steps=1, evaluate=False), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "plain"])
+def test_padding_that_positions_count_is_seen_and_rows_by_themselves_go_on(two, name, tmp_path):
+    for found in two.run(left_padded, name, str(tmp_path), timeout=300):
+        assert_padding_is_seen(*found)
 
 
 def mutated_and_checked(group: Any, folder: str) -> str:

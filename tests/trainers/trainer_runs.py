@@ -21,6 +21,8 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -79,6 +81,15 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32, kind: Any = Qwen3Fo
     """A random model of two layers."""
     torch.manual_seed(seed)
     return kind(Qwen3Config(**{**SHAPE, **config})).to(dtype)
+
+
+def learned_positions(dtype: torch.dtype = torch.float32) -> Any:
+    """A random model that looks up a vector for each position, and counts padding where it gets no positions."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=64, initializer_range=0.5)
+    for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
+        setattr(config, name, 0.0)
+    return GPT2LMHeadModel(config).to(dtype)
 
 
 def words(seed: Any, least: int, most: int) -> str:
@@ -166,7 +177,7 @@ def word_reward(completions: list[str], **_: Any) -> list[float]:
     ]
 
 
-KINDS = ("lora", "moe", "chat", "packed", "whole", "masked")
+KINDS = ("lora", "moe", "chat", "packed", "whole", "masked", "learned")
 """Settings that choose the model or the data."""
 
 
@@ -191,7 +202,7 @@ def train(
     budget: int | None = None,
     evaluate: bool = False,
     resume: Path | None = None,
-    check: bool = True,
+    check: bool | str = True,
     **settings: Any,
 ) -> Run:
     """Train for some steps.
@@ -200,7 +211,7 @@ def train(
         build: one of the functions below.
         shared: whether prefixes are shared.
         resume: a checkpoint to go on from.
-        check: compare the first step with the plain model.
+        check: see `tt.share_prefixes`.
         settings: of the trainer's arguments, and `KINDS`.
     """
     common = {
@@ -257,6 +268,51 @@ def make_scores_wrong(patch: pytest.MonkeyPatch) -> None:
         return scored
 
     patch.setattr(tt.TreeEngine, "score", wrong)
+
+
+def padding_in_positions(run: Callable[..., Run], name: str) -> tuple[list[str], float]:
+    """Check the first step of `learned_positions` on several processes, which do not all have as many rows to compare.
+
+    Args:
+        run: trains for a step with shared prefixes, by the builder of this name.
+
+    Returns:
+        what the comparisons with the batch, and of wrong scores with each row by itself, say; how far gradients are
+        from those of each row by itself.
+    """
+    said, build = [], BUILDERS[name]
+
+    def fewer_labels(row: dict[str, Any], k: int) -> dict[str, Any]:
+        return {"labels": [-100] * len(row["input_ids"])} if k % 8 in (4, 5) else {}
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        trainer = build(*args, **kwargs)
+        if name == "plain":
+            trainer.train_dataset = trainer.train_dataset.map(fewer_labels, with_indices=True)
+        return trainer
+
+    settings: dict[str, Any] = {"learned": True}
+    if name == "plain":
+        settings |= {"per_device_train_batch_size": 4, "budget": 20, "train_sampling_strategy": "sequential"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BUILDERS, name, changed)
+        with pytest.raises((RuntimeError, tt.RanksDisagree)) as caught:
+            run(**settings)
+        said.append(str(caught.value))
+        goes_on = run(check="rows", **settings)
+        make_scores_wrong(patch)
+        with pytest.raises((RuntimeError, tt.RanksDisagree)) as caught:
+            run(check="rows", **settings)
+        said.append(str(caught.value))
+    (apart,) = [log["tree/gradient_difference"] for log in goes_on.logs if "tree/gradient_difference" in log]
+    return said, apart
+
+
+def assert_padding_is_seen(said: list[str], apart: float) -> None:
+    """What `padding_in_positions` must find on every process."""
+    assert "Shared prefixes are right" in said[0] and "counts the padding on a row's left" in said[0], said
+    assert "check='rows'" in said[0] and "shared prefixes are wrong for this model" in said[1], said
+    assert 0 < apart < 1e-5
 
 
 @contextlib.contextmanager
@@ -373,23 +429,26 @@ def build_reward(settings: dict[str, Any], dtype: torch.dtype, folder: Path, *, 
     )
 
 
-def build_grpo(settings: dict[str, Any], dtype: torch.dtype, folder: Path, *, lora: bool = False) -> Any:
-    """GRPO with a reference, four completions for a prompt and two iterations."""
-    return _online(GRPOTrainer, GRPOConfig, {"num_iterations": 2, **settings}, dtype, folder, lora)
+def build_grpo(
+    settings: dict[str, Any], dtype: torch.dtype, folder: Path, *, lora: bool = False, learned: bool = False
+) -> Any:
+    """GRPO with a reference, four completions for a prompt and two iterations; `learned`: of `learned_positions`."""
+    made = learned_positions(dtype) if learned else model(dtype=dtype)
+    return _online(GRPOTrainer, GRPOConfig, {"num_iterations": 2, **settings}, made, folder, lora)
 
 
 def build_rloo(settings: dict[str, Any], dtype: torch.dtype, folder: Path, *, lora: bool = False) -> Any:
     """RLOO with a reference and four completions for a prompt."""
-    return _online(RLOOTrainer, RLOOConfig, settings, dtype, folder, lora)
+    return _online(RLOOTrainer, RLOOConfig, settings, model(dtype=dtype), folder, lora)
 
 
-def _online(kind: Any, config: Any, settings: dict[str, Any], dtype: torch.dtype, folder: Path, lora: bool) -> Any:
+def _online(kind: Any, config: Any, settings: dict[str, Any], made: Any, folder: Path, lora: bool) -> Any:
     own = {"num_generations": 4, "max_completion_length": 8, "beta": 0.1, "temperature": 0.8}
     saved = folder / "start"
-    model(dtype=dtype).save_pretrained(saved)  # the first rank alone writes
+    made.save_pretrained(saved)  # the first rank alone writes
     if dist.is_initialized():
         dist.barrier()
-    started = Qwen3ForCausalLM.from_pretrained(saved, dtype=dtype)
+    started = type(made).from_pretrained(saved, dtype=made.dtype)
     return kind(
         started,
         reward_funcs=word_reward,
@@ -411,9 +470,13 @@ def build_plain(
     whole: bool = False,
     moe: bool = False,
     masked: bool = False,
+    learned: bool = False,
 ) -> Any:
-    """A plain Trainer with labels; `masked`: every second four rows have none."""
-    lm: nn.Module = experts(0, dtype) if moe else model(dtype=dtype)
+    """A plain Trainer with labels.
+
+    `masked`: every second four rows have none. `learned`: `learned_positions`, with rows padded on the left.
+    """
+    lm: Any = experts(0, dtype) if moe else learned_positions(dtype) if learned else model(dtype=dtype)
     if moe:
         lm.config.output_router_logits = True
     if dtype is torch.float64:
@@ -425,7 +488,8 @@ def build_plain(
     elif whole:
         collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
     else:
-        collator = DataCollatorForSeq2Seq(tokenizer(), padding=True)
+        (words_ := tokenizer()).padding_side = "left" if learned else "right"
+        collator = DataCollatorForSeq2Seq(words_, padding=True)
     rows = tokens(32, whole)
     if masked:
         rows = rows.map(

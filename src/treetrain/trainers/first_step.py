@@ -27,6 +27,7 @@ from treetrain.data.columns import sorted_by_prefix
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.engine.costs import compute_dtype
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.ranks import Ranks
 from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
 from treetrain.models.capability import causal_lm, model_device
@@ -63,6 +64,7 @@ LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 TRL_TILE, TRL_TILE_BYTES = 32_768, 36
 """The most tokens of the vocabulary in a tile of TRL's head, and bytes for each logit of a tile in its backward when
 plain torch operations compute it: the tile, eight copies in float32 and a mask (trl/kernels/chunked_logprob.py)."""
+REPORT = "train without share_prefixes and report this model"
 _BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx", *TOKEN_TYPES)
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
@@ -107,6 +109,7 @@ class FirstStep:
         plain: the plain model's forward.
         temperature: divides the logits before the softmax, for "tokens".
         alone: compare with each row by itself, not with the batch as the trainer gives it.
+        ranks: those that run every pass together, within their `together`; None: this process runs its own.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class FirstStep:
         *,
         temperature: float = 1.0,
         alone: bool = False,
+        ranks: Ranks | None = None,
     ):
         call, rows, chosen = sample
         if output_kind == "tokens" and call.get("labels") is None:
@@ -126,6 +130,7 @@ class FirstStep:
         """The arguments of the tree's call."""
         self._rows = rows_of(self.batch, rewards=output_kind == "rewards")
         self._plain, self._temperature, self._alone = plain, temperature, alone
+        self._ranks = ranks or Ranks()
         self.device = self.batch["input_ids"].device
         self._engine, self._output_kind, self._count = engine, output_kind, len(self._rows.ids)
         self._names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -155,19 +160,22 @@ class FirstStep:
             return
         found, losses = [], []
         for k, batch in enumerate(self._batches_alone()):
-            output = self._call(batch)
-            scores, share = self._scores_of(output, batch), 1.0
-            if self._output_kind == "loss":
-                if batch.get("num_items_in_batch") is None:  # a mean over its own predictions
-                    share = self._rows.masks[k].sum() / max(int(self._rows.wanted.sum()), 1)
-                objective = output.loss * share if share else None
-                losses += [] if objective is None else [objective.detach()]
-            else:
-                weights = self._weights().flatten()
-                place = torch.from_numpy(self._rows.places[k]) if self._rows.places else torch.tensor([k])
-                objective = (scores.flatten() * weights[place].to(scores)).sum()
-            found.append(scores.detach().flatten())
-            if objective is not None and objective.requires_grad:
+            output, objective = self._call(batch), None
+            if k < self._count:
+                scores, share = self._scores_of(output, batch), 1.0
+                if self._output_kind == "loss":
+                    if batch.get("num_items_in_batch") is None:  # a mean over its own predictions
+                        share = self._rows.masks[k].sum() / max(int(self._rows.wanted.sum()), 1)
+                    objective = output.loss * share if share else None
+                    losses += [] if objective is None else [objective.detach()]
+                else:
+                    weights = self._weights().flatten()
+                    place = torch.from_numpy(self._rows.places[k]) if self._rows.places else torch.tensor([k])
+                    objective = (scores.flatten() * weights[place].to(scores)).sum()
+                found.append(scores.detach().flatten())
+            if objective is None:  # other ranks may wait for this backward
+                objective = _scores_in(output, self._output_kind).flatten()[0] * 0
+            if objective.requires_grad:
                 self._backward(objective)
         self._plain_scores = self._as_batch(found)
         self._plain_loss = torch.stack(losses).sum() if losses else None
@@ -180,7 +188,11 @@ class FirstStep:
         return SimpleNamespace(log_probs=label_logprobs(logits / self._temperature, batch["labels"]))
 
     def _batches_alone(self) -> list[ModelInputs]:
-        """The call of each row by itself: without padding, its positions from 0."""
+        """The call of each row by itself: without padding, its positions from 0.
+
+        Ranks that run passes together get equally many: those with fewer rows get their first row again. A collective
+        call of these ranks.
+        """
         batches = []
         shared = {name: value for name, value in self.batch.items() if name not in (*_BY_TOKEN, *_OF_PACKING)}
         for row, start, stop in self._rows.spans:
@@ -192,13 +204,13 @@ class FirstStep:
                 own["labels"] = own["labels"].clone()
                 own["labels"][:, 0] = IGNORED
             batches.append(with_images_of(shared | own, self._rows, [len(batches)]))
-        return batches
+        most = max(self._ranks.exchange(len(batches)))
+        return batches + batches[:1] * (most - len(batches))
 
     def _scores_of(self, output: Any, batch: ModelInputs) -> Tensor:
         """The scores [1, L - 1] of a row by itself, 0 where nothing is predicted; or its reward."""
-        if self._output_kind == "loss":
-            return label_logprobs(output.logits.detach(), batch["labels"])
-        return output.log_probs if self._output_kind in ("fused", "tokens") else output.logits
+        scores = _scores_in(output, self._output_kind)
+        return label_logprobs(scores.detach(), batch["labels"]) if self._output_kind == "loss" else scores
 
     def _as_batch(self, found: list[Tensor]) -> Tensor:
         """The scores of the rows in the shape of the batch's."""
@@ -206,7 +218,7 @@ class FirstStep:
 
     def _backward_of_plain(self, output: Any) -> None:
         """Remember what the plain forward gave, and run its backward."""
-        scores = output.log_probs if self._output_kind in ("fused", "tokens") else output.logits
+        scores = _scores_in(output, self._output_kind)
         if self._output_kind == "loss":
             self._plain_loss = None if output.loss is None else output.loss.detach()
             scores = None if scores is None else label_logprobs(scores.detach(), self.batch["labels"])
@@ -255,7 +267,8 @@ class FirstStep:
         """Compare, after both runs.
 
         Args:
-            repeatable: whether this rank may call the plain model again, to say which side is right if they differ.
+            repeatable: whether the plain model may be called again, to say which side is right if they differ; a
+                collective call of ranks that run passes together.
 
         Returns:
             the relative differences, to be logged, and the FLOP/s of the plain forward and backward (None if the
@@ -280,7 +293,12 @@ class FirstStep:
         tf32 = dtype is torch.float32 and self.device.type == "cuda"
         tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
         limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
-        why = "" if difference.scores <= limit else self._why_scores_differ(limit, repeatable)
+        differs = not difference.scores <= limit  # also true of NaN
+        why = ""
+        if repeatable and not self._alone and any(self._ranks.exchange(differs)):
+            why = self._which_is_right(limit)
+        elif differs:
+            why = self._why_scores_differ()
         logger.info(_judged(difference, why, self._count, dtype, limit, loss_limit))
         logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
         cost = self._engine.prepared.cost
@@ -290,16 +308,19 @@ class FirstStep:
         work = linear_work(tree_of([small]), cost.counts.attention_ranges)
         return logs, cost.counts.flops(*work) / self._seconds
 
-    def _why_scores_differ(self, limit: float, repeatable: bool) -> str:
-        """Say which of both sides is right, by each row by itself, why, and what to do."""
-        report = "train without share_prefixes and report this model"
+    def _why_scores_differ(self) -> str:
+        """Say why scores differ where the plain model was not called on each row by itself, or only so."""
         if self._alone:
-            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {report}"
+            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {REPORT}"
         why, change = _layout_of(self.batch, self._rows)
-        if not repeatable or self._plain_scores is None:
-            return f"Shared prefixes compute each row by itself, which is right. If {why}, {change}"
+        return f"Shared prefixes compute each row by itself, which is right. If {why}, {change}"
+
+    def _which_is_right(self, limit: float) -> str:
+        """Say which of both sides is right, by each row by itself, why, and what to do."""
+        why, change = _layout_of(self.batch, self._rows)
         with torch.no_grad():
-            own = [self._scores_of(self._call(batch), batch).flatten() for batch in self._batches_alone()]
+            batches = self._batches_alone()
+            own = [self._scores_of(self._call(batch), batch).flatten() for batch in batches][: self._count]
         alone = self._as_batch(own)
         tree = relative_error([self._tree_scores.reshape(alone.shape)], [alone])
         batch = relative_error([self._plain_scores.reshape(alone.shape)], [alone])
@@ -310,8 +331,13 @@ class FirstStep:
                 "check='rows', which compares with each row by itself"
             )
         if batch <= limit and not tree <= limit:
-            return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {report}"
-        return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {report}"
+            return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {REPORT}"
+        return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {REPORT}"
+
+
+def _scores_in(output: Any, kind: OutputKind) -> Tensor:
+    """The log-probabilities in a plain model's output; logits or rewards if it has none."""
+    return output.log_probs if kind in ("fused", "tokens") else output.logits
 
 
 def label_logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:

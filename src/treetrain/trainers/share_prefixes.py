@@ -478,34 +478,32 @@ class PrefixSharing:
             if not any(each_predicts) or (collective and not all(each_runs)):
                 return  # the next batch is compared
             if sample.chosen:
-                self._compare(forward, head, sample, kind, collective=collective)
+                self._compare(forward, head, sample, kind, engine.sharing.passes_with)
         self.check = False
 
     def _compare(
-        self, forward: "TreeForward", head: FusedHead, sample: "Sample", kind: OutputKind, *, collective: bool
+        self, forward: "TreeForward", head: FusedHead, sample: "Sample", kind: OutputKind, ranks: Ranks
     ) -> None:
         """Run a sample through the plain model and the tree, and raise an error if they differ.
 
         Args:
-            collective: whether all ranks run the passes together.
+            ranks: those that run every pass together.
         """
         from treetrain.trainers.first_step import FirstStep
 
         alone = self.check == "rows"
         with self._balanced(forward.module, sample.call) as balanced:
-            whole = collective or (balanced and kind == "loss")
-        if alone and whole:
-            raise ValueError(
-                "check='rows' runs the plain model on each row by itself, which neither a sharded model nor a loss "
-                "with the routers' auxiliary loss of a whole batch allows: take True or False"
-            )
-        first = FirstStep(
-            self._engine(forward.module, head), sample, kind, forward.plain, temperature=head.temperature, alone=alone
-        )
+            if alone and balanced and kind == "loss":
+                raise ValueError(
+                    "check='rows' runs the plain model on each row by itself, which a loss with the routers' auxiliary "
+                    "loss of a whole batch does not allow: take True or False"
+                )
+        own, temperature = self._engine(forward.module, head), head.temperature
+        first = FirstStep(own, sample, kind, forward.plain, temperature=temperature, alone=alone, ranks=ranks)
         first.run_plain()
         with first.tree_run():
             first.backward_of_tree(*self._answered(forward, head, first.batch))
-        self.gains.once, self.gains.plain_rate = first.judge(repeatable=not collective)
+        self.gains.once, self.gains.plain_rate = first.judge(repeatable=True)
 
     def _answered(self, forward: "TreeForward", head: FusedHead, batch: ModelInputs) -> tuple[Any, Tensor, "Scored"]:
         """The output that a call gets by itself, its scores as a batch, and what runs their backward."""
