@@ -90,78 +90,51 @@ def both(
     return vars(found) | {"own": own}
 
 
-TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "plain": ("plain", 2, {}, TWO),
-    "plain, clipped, budget": (
-        "plain",
-        1,
-        {},
-        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **ADAM},
+FOUR = {"per_device_train_batch_size": 4}
+TWO = {"gradient_accumulation_steps": 2, **FOUR}
+SFT = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
+CLIPPED = {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **ADAM}
+SMALL_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": False}}
+OFFLOAD_ALL = OFFLOAD | {"zero_optimization": OFFLOAD["zero_optimization"] | {"offload_param": {"device": "cpu"}}}
+STAGES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((2, 3), TWO),
+    "plain, clipped, budget": ((1, 3), CLIPPED),
+    "plain, one rank without labels": ((2, 3), {"masked": True, "train_sampling_strategy": "sequential", **FOUR}),
+    "plain, small buckets": ((2,), {"config": SMALL_BUCKETS, **FOUR}),
+    "plain, checkpointing, budget": ((3,), {"gradient_checkpointing": True, "budget": 40}),
+    "plain, packed, budget": ((3,), {"packed": True, "budget": 40, **TWO}),
+    "sft": ((1, 3), SFT),
+    "sft, lora, clipped, budget": ((2, 3), {"lora": True, "max_grad_norm": 0.1, "budget": 40, **FOUR}),
+    "sft, lora, padding-free": ((3,), {"padding_free": True, "lora": True}),
+    "sft, offload": ((2,), {"config": OFFLOAD, "gradient_accumulation_steps": 2, **ADAM}),
+    "sft, offload of weights too, budget": (
+        (3,),
+        {"config": OFFLOAD_ALL, "gradient_accumulation_steps": 2, "budget": 40, **ADAM},
     ),
-    "plain, one rank without labels": (
-        "plain",
-        2,
-        {},
-        {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"},
-    ),
-    "plain, small buckets": (
-        "plain",
-        2,
-        {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": False}},
-        {"per_device_train_batch_size": 4},
-    ),
-    "sft": ("sft", 1, {}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
-    "sft lora": ("sft", 2, {}, {"lora": True, "per_device_train_batch_size": 4, "max_grad_norm": 0.1}),
-    "sft offload": ("sft", 2, OFFLOAD, {"gradient_accumulation_steps": 2, **ADAM}),
-    "dpo": ("dpo", 2, {}, {"per_device_train_batch_size": 4}),
-    "dpo lora": ("dpo", 1, {}, {"lora": True, **TWO}),
-    "grpo": ("grpo", 2, {}, TWO),
-    "grpo lora": ("grpo", 1, {}, {"lora": True}),
-    "kto": ("kto", 2, {}, {"per_device_train_batch_size": 4}),
-    "reward": ("reward", 2, {}, {"per_device_train_batch_size": 4}),
-    "plain, partitioned": ("plain", 3, {}, TWO),
-    "plain, partitioned, clipped, budget": (
-        "plain",
-        3,
-        {},
-        {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **ADAM},
-    ),
-    "plain, partitioned, one rank without labels": (
-        "plain",
-        3,
-        {},
-        {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"},
-    ),
-    "plain, partitioned, checkpointing": ("plain", 3, {}, {"gradient_checkpointing": True, "budget": 40}),
-    "sft, partitioned": ("sft", 3, {}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
-    "sft lora, partitioned": ("sft", 3, {}, {"lora": True, "per_device_train_batch_size": 4, "budget": 40}),
-    "sft offload, partitioned": (
-        "sft",
-        3,
-        OFFLOAD | {"zero_optimization": OFFLOAD["zero_optimization"] | {"offload_param": {"device": "cpu"}}},
-        {"gradient_accumulation_steps": 2, "budget": 40, **ADAM},
-    ),
-    "dpo, partitioned": ("dpo", 3, {}, {"per_device_train_batch_size": 4}),
-    "dpo lora, partitioned": ("dpo", 3, {}, {"lora": True, "per_device_train_batch_size": 4, "budget": 40}),
-    "grpo, partitioned": ("grpo", 3, {}, TWO),
-    "grpo lora, partitioned from the start": ("grpo", 3, {}, {"lora": True, "from_start": True}),
-    "reward, partitioned": ("reward", 3, {}, {"per_device_train_batch_size": 4}),
-    "kto, partitioned": ("kto", 3, {}, {"per_device_train_batch_size": 4}),
-    "rloo": ("rloo", 2, {}, {}),
-    "rloo, partitioned": ("rloo", 3, {}, {}),
-    "sft experts": ("sft", 2, {}, {"moe": True, **TWO}),
-    "sft experts, partitioned": ("sft", 3, {}, {"moe": True, **TWO}),
-    "sft experts, partitioned, budget": ("sft", 3, {}, {"moe": True, "budget": 40, **TWO}),
-    "sft padding-free lora, partitioned": ("sft", 3, {}, {"padding_free": True, "lora": True}),
-    "plain packed, partitioned, budget": ("plain", 3, {}, {"packed": True, "budget": 40, **TWO}),
+    "sft, experts": ((2, 3), {"moe": True, **TWO}),
+    "sft, experts, budget": ((3,), {"moe": True, "budget": 40, **TWO}),
+    "dpo": ((2, 3), FOUR),
+    "dpo, lora, budget": ((1, 3), {"lora": True, "budget": 40, **TWO}),
+    "grpo": ((2, 3), TWO),
+    "grpo, lora": ((1,), {"lora": True}),
+    "grpo, lora, partitioned from the start": ((3,), {"lora": True, "from_start": True}),
+    "kto": ((2, 3), FOUR),
+    "reward": ((2, 3), FOUR),
+    "rloo": ((2, 3), {}),
+}
+"""Cases, each with the stages of ZeRO that it runs under. The first word is the trainer."""
+CASES = {
+    f"{name}, stage {stage}": (name.partition(",")[0], stage, settings)
+    for name, (stages, settings) in STAGES.items()
+    for stage in stages
 }
 
 
 def check(processes: Callable[..., list[Any]], case: str, folder: Any, steps: int, size: int = 2) -> dict[str, float]:
     """Train on all ranks, with and without, and compare; the ranks must hold the same weights."""
-    name, stage, config, settings = CASES[case]
-    ranks = processes(both, name, str(folder), steps, stage, config, settings, size=size, timeout=600)
+    name, stage, settings = CASES[case]
+    settings = {"config": {}, **settings}
+    ranks = processes(both, name, str(folder), steps, stage, settings.pop("config"), settings, size=size, timeout=900)
     for rank in ranks:
         assert max(rank["metrics"], rank["weights"]) <= 1e-5 and rank["updates"] <= 1e-4, {
             key: value for key, value in rank.items() if key != "own"
@@ -173,8 +146,8 @@ def check(processes: Callable[..., list[Any]], case: str, folder: Any, steps: in
 @pytest.mark.parametrize(
     "case",
     [
-        *("plain", "sft offload", "plain, one rank without labels"),
-        *("plain, partitioned, clipped, budget", "sft lora, partitioned", "grpo, partitioned"),
+        *("plain, stage 2", "sft, offload, stage 2", "plain, one rank without labels, stage 2"),
+        *("plain, clipped, budget, stage 3", "sft, lora, clipped, budget, stage 3", "grpo, stage 3"),
     ],
 )
 def test_two_processes_train_the_same_with_shared_prefixes(two: Processes, tmp_path, case):
@@ -188,8 +161,15 @@ def test_two_processes_are_the_same_after_twenty_steps(two: Processes, case, tmp
 
 
 @pytest.mark.slow
-def test_four_processes_are_the_same_after_twenty_steps(run_on_ranks, tmp_path, record_property):
-    record_property("errors", check(run_on_ranks, "plain", tmp_path, 20, size=4))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("plain, stage 2", "sft, stage 1", "dpo, stage 2", "grpo, stage 2"),
+        *("plain, clipped, budget, stage 3", "sft, lora, clipped, budget, stage 3", "dpo, stage 3", "grpo, stage 3"),
+    ],
+)
+def test_four_processes_are_the_same_after_twenty_steps(four: Processes, case, tmp_path, record_property):
+    record_property("errors", check(four.run, case, tmp_path, 20, size=4))
 
 
 def build_reordered(order: Callable[[list[Any]], list[Any]], *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +182,7 @@ def build_reordered(order: Callable[[list[Any]], list[Any]], *args: Any, **kwarg
 
 def reordered(group: Any, folder: str, rate: float) -> list[Difference]:
     """How far runs are from plain DeepSpeed: with shared prefixes, and plain with its rows in two other orders."""
-    settings, runs = {**CASES["plain, clipped, budget"][3], "learning_rate": rate}, []
+    settings, runs = {**CLIPPED, "learning_rate": rate}, []
     for order in (list, lambda rows: rows[::-1], lambda rows: rows[1:] + rows[:1]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(BUILDERS, "plain", partial(build_reordered, order))
