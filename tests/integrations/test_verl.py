@@ -531,6 +531,9 @@ def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: P
         ({"router_replay": SimpleNamespace(mode="R2")}, "router_replay.mode=R2.*enable_rollout_routing_replay"),
         ({"dtype": "fp16"}, "param_dtype=fp16.*bf16"),
         ({"model": {"use_fused_kernels": True}}, "use_fused_kernels"),
+        ({"model": {"use_liger": True}}, "use_liger"),
+        ({"model": {"tiled_mlp": {"enabled": True, "num_shards": 4}}}, "tiled_mlp.enabled"),
+        ({"model": {"enable_activation_offload": True}}, "enable_activation_offload.*ppo_max_token_len_per_gpu"),
     ],
 )
 def test_settings_that_cannot_be_exact_are_refused_before_the_model_is_loaded(options: dict, named: str) -> None:

@@ -27,14 +27,23 @@ from treetrain.engine.extensions.process_group import is_sharded
 FILES = Path(trl.__file__).parent / "accelerate_configs"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TRL = ("single_gpu", "multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
-CONTEXT_PARALLEL = """
+CUT_ROWS_APART = {
+    "context_parallel": """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
 parallelism_config: {parallelism_config_cp_size: 2}
 num_processes: 2
-"""
-"""What counts in TRL's context_parallel_2gpu.yaml, an example that its package does not contain."""
+""",
+    "alst_ulysses": """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3, offload_optimizer_device: none, offload_param_device: none, zero3_init_flag: false}
+parallelism_config: {parallelism_config_sp_size: 2, parallelism_config_sp_backend: deepspeed}
+num_processes: 2
+""",
+}
+"""What counts in context_parallel_2gpu.yaml and alst_ulysses_4gpu.yaml, which TRL's package does not contain."""
 
 
 def launched_by(file: Path) -> dict[str, str]:
@@ -90,7 +99,7 @@ def test_all_files_of_trl_are_known():
     assert {path.stem for path in FILES.glob("*.yaml")} == {*OF_TRL}
 
 
-def test_the_file_for_one_process_trains_the_same(tmp_path):
+def test_single_gpu_trains_the_same(tmp_path):
     assert_same(both(None, FILES / "single_gpu.yaml", str(tmp_path)), "NO", sharded=False)
 
 
@@ -127,13 +136,19 @@ def refused(group: Any, file: str, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_file_for_fsdp1_is_refused(two, tmp_path):
+def test_fsdp1_is_refused(two, tmp_path):
     for said in two.run(refused, str(FILES / "fsdp1.yaml"), str(tmp_path), timeout=200):
         assert "fsdp_version: 1" in said and "set fsdp_version: 2" in said
 
 
-@needs_sharding_on_cpus
-def test_the_file_for_context_parallel_is_refused(two, tmp_path):
-    (file := tmp_path / "context_parallel.yaml").write_text(CONTEXT_PARALLEL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("context_parallel", marks=needs_sharding_on_cpus),
+        pytest.param("alst_ulysses", marks=[DEEPSPEED, pytest.mark.slow]),
+    ],
+)
+def test_files_that_cut_rows_apart_are_refused(two, name, tmp_path):
+    (file := tmp_path / f"{name}.yaml").write_text(CUT_ROWS_APART[name])
     for said in two.run(refused, str(file), str(tmp_path), timeout=200):
         assert "parallelism_config: context, sequence and tensor parallelism" in said

@@ -187,6 +187,17 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
         ),
         "qat.enable": (True, bool(getattr(qat, "enable", False)), "false"),
         "use_fused_kernels": (True, bool(model_config.use_fused_kernels), "false (the head runs in chunks anyway)"),
+        "use_liger": (True, bool(getattr(model_config, "use_liger", False)), "false (it replaces the model's layers)"),
+        "tiled_mlp.enabled": (
+            True,
+            bool((getattr(model_config, "tiled_mlp", None) or {}).get("enabled")),
+            "false (the budget bounds the memory of the MLP too)",
+        ),
+        "enable_activation_offload": (
+            True,
+            bool(getattr(model_config, "enable_activation_offload", False)),
+            "false (a tree keeps the graphs of several passes; bound them by ppo_max_token_len_per_gpu)",
+        ),
         "mtp.enable": (True, bool(getattr(getattr(model_config, "mtp", None), "enable", False)), "false"),
     }
     for name, (value, wrong, instead) in refused.items():
