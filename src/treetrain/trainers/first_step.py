@@ -174,7 +174,7 @@ class FirstStep:
                     objective = (scores.flatten() * weights[place].to(scores)).sum()
                 found.append(scores.detach().flatten())
             if objective is None:  # other ranks may wait for this backward
-                objective = _scores_in(output, self._output_kind).flatten()[0] * 0
+                objective = self._scores_in(output).flatten()[0] * 0
             if objective.requires_grad:
                 self._backward(objective)
         self._plain_scores = self._as_batch(found)
@@ -207,9 +207,13 @@ class FirstStep:
         most = max(self._ranks.exchange(len(batches)))
         return batches + batches[:1] * (most - len(batches))
 
+    def _scores_in(self, output: Any) -> Tensor:
+        """The log-probabilities in a plain model's output; logits or rewards if it has none."""
+        return output.log_probs if self._output_kind in ("fused", "tokens") else output.logits
+
     def _scores_of(self, output: Any, batch: ModelInputs) -> Tensor:
         """The scores [1, L - 1] of a row by itself, 0 where nothing is predicted; or its reward."""
-        scores = _scores_in(output, self._output_kind)
+        scores = self._scores_in(output)
         return label_logprobs(scores.detach(), batch["labels"]) if self._output_kind == "loss" else scores
 
     def _as_batch(self, found: list[Tensor]) -> Tensor:
@@ -218,7 +222,7 @@ class FirstStep:
 
     def _backward_of_plain(self, output: Any) -> None:
         """Remember what the plain forward gave, and run its backward."""
-        scores = _scores_in(output, self._output_kind)
+        scores = self._scores_in(output)
         if self._output_kind == "loss":
             self._plain_loss = None if output.loss is None else output.loss.detach()
             scores = None if scores is None else label_logprobs(scores.detach(), self.batch["labels"])
@@ -317,6 +321,7 @@ class FirstStep:
 
     def _which_is_right(self, limit: float) -> str:
         """Say which of both sides is right, by each row by itself, why, and what to do."""
+        assert self._plain_scores is not None  # without them nothing differs
         why, change = _layout_of(self.batch, self._rows)
         with torch.no_grad():
             batches = self._batches_alone()
@@ -333,11 +338,6 @@ class FirstStep:
         if batch <= limit and not tree <= limit:
             return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {REPORT}"
         return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {REPORT}"
-
-
-def _scores_in(output: Any, kind: OutputKind) -> Tensor:
-    """The log-probabilities in a plain model's output; logits or rewards if it has none."""
-    return output.log_probs if kind in ("fused", "tokens") else output.logits
 
 
 def label_logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:
