@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from treetrain.data.limits import within_memory
-from treetrain.data.records import JSON, Notes, Record, field, objects, parse_json, without_nulls
+from treetrain.data.records import DECODER, Notes, Record, field, objects, parse_json, without_nulls
 from treetrain.errors import DataError, quoted, shortened
 
 Found = Iterator[tuple[str, Record | DataError]]
@@ -327,7 +327,7 @@ def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataE
 def _raw_decode(text: str, start: int) -> tuple[Any, int]:
     """The value that begins at `start`, or the error about a key that it has twice; and its end."""
     try:
-        return JSON.raw_decode(text, start)
+        return DECODER.raw_decode(text, start)
     except DataError as error:
         return error, json.JSONDecoder().raw_decode(text, start)[1]
 

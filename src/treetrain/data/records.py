@@ -145,7 +145,7 @@ class TrackedRecord(dict[str, Json]):
         return default if name not in self else self[name]  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # that there is one makes `dict(record)` read every key with `record[name]`
+        return super().__iter__()  # because of this method `dict(record)` reads every key with `record[name]`
 
     def items(self) -> Json:
         """All keys and values, which count as read."""
@@ -196,7 +196,7 @@ class JsonText(str):
 
 
 WIRE = frozenset(("type", "index", "object", "signature"))
-"""Keys below a record that hold nothing of what was said."""
+"""Keys of inner objects that describe how a message was sent, not what was said."""
 WHOLE = frozenset(("tools", "functions", "tool_defs", "tool_definitions", "function_tools"))
 """Keys whose values are not ours to read: schemas of tools, written as they are."""
 
@@ -288,7 +288,7 @@ def objects(record: Json, path: str) -> list[dict[str, Json]]:
 def parsed(value: Json, *, strict: bool = False) -> Json:
     """Parse text that holds a JSON list or object, as tracing tools store them; other values stay as they are.
 
-    So does JSON in which an object has a key twice, or with `strict` it raises DataError.
+    Text in which an object has a key twice stays text too; with `strict` it raises DataError.
     """
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
@@ -310,7 +310,7 @@ def parse_json(text: str) -> Json:
         DataError: an object that has a key twice, of which Python would keep the last.
         ValueError: broken JSON.
     """
-    return JSON.decode(text)
+    return DECODER.decode(text)
 
 
 def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -327,7 +327,7 @@ def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return record
 
 
-JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def facts(record: Record, *also: Record) -> dict[str, Json]:
@@ -337,9 +337,9 @@ def facts(record: Record, *also: Record) -> dict[str, Json]:
 
 def row_facts(row: Record, notes: Notes) -> dict[str, Json]:
     """Facts of the whole row as arguments of `Trajectory`; a row without an id is named by its place."""
-    facts = {name: row.get(name) for name in ("reward", "pair", "chosen", "key", "id")}
-    facts["id"] = notes.place if facts["id"] is None else facts["id"]
-    return facts | {"group": first_of(row, *GROUP_KEYS), "episode": first_of(row, *EPISODE_KEYS)}
+    found = {name: row.get(name) for name in ("reward", "pair", "chosen", "key", "id")}
+    found["id"] = notes.place if found["id"] is None else found["id"]
+    return found | {"group": first_of(row, *GROUP_KEYS), "episode": first_of(row, *EPISODE_KEYS)}
 
 
 def first_of(record: Record, *names: str) -> Json:

@@ -140,4 +140,4 @@ class Sharing:
         return False
 
     def drop_unreduced(self) -> None:
-        """Drop these gradients: the next reduction would add them to another step."""
+        """Drop gradients that are not reduced yet: the next reduction would add them to another step."""

@@ -250,7 +250,10 @@ def rows_of(data: TensorDict, *, replays: bool) -> list[Trajectory]:
 
 
 def without_fill(experts: np.ndarray) -> np.ndarray:
-    """Recorded experts [L, layers, k] with -1 where verl has none: it fills these with zeros, and k experts differ."""
+    """Recorded experts [L, layers, k], with -1 where none were recorded.
+
+    verl has zeros there. The k experts of a token differ, so equal numbers are not a record.
+    """
     ordered = np.sort(experts, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1, keepdims=True)
     return np.where(twice, -1, experts.astype(np.int64))

@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 # ---- forwards in tree mode
 
 Hidden = Float[Tensor, "1 N D"]
+Layer = Any
+"""A recurrent layer of transformers: `KINDS` has what each kind of layer must have."""
 
 
-def _fused_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
+def _fused_projections(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of two projections whose outputs are interleaved by key head (Qwen3-Next)."""
     parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
     query, key, value, gate, beta, step = parts
@@ -48,7 +50,7 @@ def _fused_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
 
 
-def _split_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
+def _split_projections(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of one projection for queries, keys and values, and one for each other input (Qwen3.5)."""
     mixed, gate = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
     beta, step = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
@@ -56,7 +58,7 @@ def _split_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
 
 
-def _separate_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
+def _separate_projections(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of a separate projection for each input; beta may be up to 2 (OLMo hybrid)."""
     mixed = torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], -1)
     beta = layer.b_proj(hidden).sigmoid()
@@ -65,7 +67,7 @@ def _separate_projections(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
     return layer.o_proj(_gated_norm(layer.o_norm, out, layer.g_proj(hidden), hidden))
 
 
-def _short_convolution(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
+def _short_convolution(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of a convolution between two gates (LFM2)."""
     before, after, values = layer.in_proj(hidden).chunk(3, -1)
     gated, weight, bias = (before * values)[0], layer.conv.weight.squeeze(1), layer.conv.bias
@@ -78,7 +80,7 @@ def _short_convolution(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
 
 
 def _gated_delta(
-    layer: Any,
+    layer: Layer,
     mixed: Float[Tensor, "1 N 2*J*K+H*V"],
     beta: Float[Tensor, "1 N H"],
     step: Float[Tensor, "1 N H"],
@@ -98,36 +100,36 @@ def _gated_delta(
 
 
 def _convolved(
-    layer: Any, mixed: Tensor, sizes: list[int], by_head: list[Tensor], weights: list[Tensor], paths: "Paths"
+    layer: Layer, mixed: Tensor, sizes: list[int], by_head: list[Tensor], weights: list[Tensor], paths: "Paths"
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Run a layer's convolution and activation over its channels.
 
     Args:
         mixed: [1, N, channels].
-        sizes: of the parts of the channels; the heads of a part are runs of channels.
-        by_head: what the rule takes by head, [1, N, H] each.
-        weights: of the rule, by head, [H] each.
+        sizes: the channels of each block (queries, keys, values); the channels of a head are adjacent.
+        by_head: what the rule takes for each head, [1, N, H] each.
+        weights: the rule's weights for each head, [H] each.
 
     Returns:
-        The parts of the channels [N, size] in the dtype of `mixed`, and the other two. Where ranks share the layer, all
-        of this rank's heads and of all tokens.
+        The blocks, [N, size] each, in the dtype of `mixed`; `by_head`, [N, H] each; and `weights`. Where ranks share
+        the layer, they are those of all tokens and of this rank's heads.
     """
     mixed, by_head, dtype = mixed[0], [x[0] for x in by_head], mixed.dtype
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
     if (ranks := paths.exchange) is not None:
         exchanged = ranks.to_heads(*mixed.split(sizes, -1), *by_head)
-        parts, by_head = exchanged[: len(sizes)], exchanged[len(sizes) :]
-        mixed = torch.cat(parts, -1)
+        blocks, by_head = exchanged[: len(sizes)], exchanged[len(sizes) :]
+        mixed = torch.cat(blocks, -1)
         weight = torch.cat([ranks.own(x) for x in weight.split(sizes)])
         bias = None if bias is None else torch.cat([ranks.own(x) for x in bias.split(sizes)])
-        weights, sizes = [ranks.own(x) for x in weights], [x.shape[-1] for x in parts]
+        weights, sizes = [ranks.own(x) for x in weights], [x.shape[-1] for x in blocks]
     smoothed = paths.convolve(layer.layer_idx, mixed, weight)
     if bias is not None:
         smoothed = smoothed + bias
     return list(ACT2FN[layer.activation](smoothed).to(dtype).split(sizes, -1)), by_head, weights
 
 
-def _state_space(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
+def _state_space(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a Mamba-2 layer."""
     from treetrain.linear_attention.paths import STATE_SPACE
 
@@ -158,7 +160,7 @@ def _state_space(layer: Any, hidden: Hidden, paths: "Paths") -> Hidden:
 
 
 def _gated_norm(
-    norm: Any, out: Float[Tensor, "N H V"], gate: Float[Tensor, "1 N ..."], hidden: Hidden
+    norm: nn.Module, out: Float[Tensor, "N H V"], gate: Float[Tensor, "1 N ..."], hidden: Hidden
 ) -> Float[Tensor, "1 N H*V"]:
     size = out.shape[-1]
     return norm(out.reshape(-1, size), gate.reshape(-1, size)).reshape(*hidden.shape[:2], -1)
@@ -175,8 +177,8 @@ class Kind(NamedTuple):
     """Names of its submodules with parameters."""
     parameters: set[str]
     """Names of its own parameters."""
-    forward: Callable[[Any, Tensor, "Paths"], Tensor]
-    heads: Callable[[Any], int]
+    forward: Callable[[Layer, Tensor, "Paths"], Tensor]
+    heads: Callable[[Layer], int]
     """Returns its number of heads of queries and keys, or channels of a convolution, which ranks can share."""
 
 
@@ -187,15 +189,15 @@ _SPLIT = {"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm"
 _FUSED = {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}
 
 
-def _key_heads(layer: Any) -> int:
+def _key_heads(layer: Layer) -> int:
     return layer.key_dim // layer.head_k_dim
 
 
-def _groups(layer: Any) -> int:
+def _groups(layer: Layer) -> int:
     return layer.n_groups
 
 
-def _channels(layer: Any) -> int:
+def _channels(layer: Layer) -> int:
     return layer.conv.weight.shape[0]
 
 
@@ -294,7 +296,7 @@ def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> int:
     return len(known)
 
 
-def _try_tiny(layer: Any, config: PreTrainedConfig) -> str | None:
+def _try_tiny(layer: Layer, config: PreTrainedConfig) -> str | None:
     """Run a small layer of the same class by its own forward and by ours; say what is wrong if they disagree."""
     from treetrain.linear_attention.paths import Paths
 
@@ -364,7 +366,7 @@ def _takes_keywords(layer: nn.Module) -> bool:
 
 
 def _tree_forward(
-    layer: Any,
+    layer: Layer,
     kind: Kind,
     current_run: Callable[[], TreeRun | None],
     hidden_states: Hidden,

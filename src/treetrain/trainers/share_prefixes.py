@@ -808,7 +808,7 @@ def check_trainer(trainer: Trainer, output_kind: OutputKind) -> None:
     offloads = getattr(args, "activation_offloading", False)
     dynamo = accelerator.state.dynamo_plugin
     compiles = "NO" if dynamo is None else dynamo.backend.value
-    refusals: dict[str, Any] = {
+    refusals: dict[str, object] = {
         f"distributed_type={distributed}; launch one process, DistributedDataParallel, FSDP2 (fsdp_version: 2) or "
         "DeepSpeed": (distributed not in PROCESSES),
         f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun": args.n_gpu > 1,

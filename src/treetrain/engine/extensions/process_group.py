@@ -84,8 +84,8 @@ class GroupRanks(Ranks):
     """The processes of one group, this one among them.
 
     Args:
-        group: a torch.distributed group; None: this process alone.
-        same_rows: those of them that hold the same rows as this one; None: no other.
+        group: a torch.distributed group; None makes a group of this process alone.
+        same_rows: the processes among them that hold the same rows as this one; None if each has its own.
 
     Raises:
         UnsupportedModel: the group cannot be divided into such ranks.
@@ -284,7 +284,7 @@ def _made_once(key: Hashable, members: list[int], **options: Any) -> Any:
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters of one dtype and device, in the buckets that are reduced together."""
-    kinds: dict[Any, list[list[nn.Parameter]]] = {}
+    kinds: dict[Hashable, list[list[nn.Parameter]]] = {}
     for p in parameters:
         buckets = kinds.setdefault((p.dtype, p.device), [[]])
         if sum(q.numel() for q in buckets[-1]) + p.numel() > BUCKET_NUMBERS and buckets[-1]:
@@ -420,7 +420,7 @@ def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
 
 
 def drop_waiting_gradients(*modules: nn.Module | None) -> None:
-    """Drop these gradients: the next reduction would add them to another step."""
+    """Drop gradients that are not reduced yet: the next reduction would add them to another step."""
     for weight in waiting_gradients(*modules):
         weight.unsharded_accumulated_grad = None
         if (whole := getattr(weight, "_unsharded_param", None)) is not None:
@@ -440,8 +440,8 @@ def ranks_of(
     """The ranks that share a model's steps.
 
     Args:
-        group: the group whose gradients are averaged; None: the ranks of a sharded model, else those with the same
-            rows.
+        group: the group whose gradients are averaged; None takes the ranks of a sharded model, or else the ranks with
+            the same rows.
         value_head: unsharded, or sharded over the same ranks as the model.
         same_rows: the ranks that hold the same rows as this one.
 
