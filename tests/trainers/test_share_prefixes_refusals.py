@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trainer_runs as runs
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from trainer_runs import BUILDERS, adapter, difference, make_scores_wrong, train
 from transformers import Trainer, TrainingArguments
 
@@ -116,6 +119,17 @@ def test_a_tensor_parallel_model_is_refused(tmp_path):
     trainer.model._tp_size = 2
     with pytest.raises(ValueError, match="tensor-parallel model"):
         tt.share_prefixes(trainer)
+
+
+def test_a_model_that_is_sharded_before_the_call_is_refused(tmp_path):
+    trainer = Trainer(runs.model(), TrainingArguments(**settings(tmp_path)))
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        fully_shard(trainer.model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="a model that is sharded already; let accelerate shard it"):
+            tt.share_prefixes(trainer)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_that_is_made_or_replaced_later_is_refused(tmp_path):
