@@ -66,7 +66,7 @@ SIGNATURES = {
     "ModelShape": (
         "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, experts=0, experts_per_token=0)"
     ),
-    "CostModel": "(*, counts, speeds, device='cpu', links=None)",
+    "CostModel": "(*, counts, speeds, device='cpu', links=None, beside=None)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', purpose=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, context=None, "
     "compile_layers=None)",

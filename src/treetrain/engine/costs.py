@@ -136,10 +136,10 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     meter = Meter({tuple(weight.shape) for weight in weights}, flash=device.type == "cuda")
     try:
-        with _without_data(lm) as copy, torch.autocast("cpu", autocast, enabled=autocast is not None):
+        with without_data(lm) as (copy, fake), fake, torch.autocast("cpu", autocast, enabled=autocast is not None):
             decoder = copy.base_model
             layers = _layers_of(decoder, lm.config.get_text_config().num_hidden_layers)
-            with meter, _tallied(layers, meter), torch.enable_grad():
+            with meter, tallied(layers, meter), torch.enable_grad():
                 output = _run(decoder, meter, tokens, recurrent=recurrent)
                 saved, copies = meter.now, meter.weights_now
                 meter.peak = meter.now
@@ -147,7 +147,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
                 working = meter.peak - saved
                 del output
             forward = Meter(meter.shapes, flash=meter.flash)
-            with forward, _tallied(layers, forward), torch.no_grad():
+            with forward, tallied(layers, forward), torch.no_grad():
                 _run(decoder, forward, tokens, recurrent=recurrent)
     except UnsupportedModel:
         raise
@@ -266,8 +266,8 @@ def _run(decoder: Any, meter: Meter, tokens: int, *, recurrent: bool) -> Float[T
 
 
 @contextmanager
-def _without_data(model: nn.Module) -> Iterator[Any]:
-    """A copy of a model's modules with fake weights and no hooks, in evaluation mode, in a block of fake tensors."""
+def without_data(model: nn.Module) -> Iterator[tuple[Any, FakeTensorMode]]:
+    """A copy of a model's modules with fake weights and no hooks, in evaluation mode; and the mode of fake tensors."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Any] = {}
 
@@ -305,8 +305,7 @@ def _without_data(model: nn.Module) -> Iterator[Any]:
     try:
         for config, _ in before:  # products of groups of rows, whose shapes do not depend on the routers' choices
             setattr(config, experts, "grouped_mm")
-        with fake:
-            yield copy
+        yield copy, fake
     finally:
         for config, value in before:
             setattr(config, experts, value)
@@ -318,12 +317,13 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def _layers_of(decoder: nn.Module, number: int) -> list[nn.Module]:
     """The decoder's layers; if they are not in one list, the decoder itself, counted as one layer."""
-    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == number]
+    text = getattr(decoder, "language_model", decoder)  # an encoder of images may have as many layers
+    lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == number]
     return list(lists[0]) if lists else [decoder]
 
 
 @contextmanager
-def _tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
+def tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
     """Run only the first of identical layers, and add its tally again for each of the others."""
     seen: dict[Hashable, tuple[Counter[Tallied], Any]] = {}
 
@@ -331,14 +331,16 @@ def _tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
         weights = tuple((p.shape, p.requires_grad) for p in layer.parameters())
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            masks = tuple(str(x.range) for x in (*args, *kwargs.values()) if isinstance(x, RangeMask))
-            kind = type(layer), weights, masks
+            given = (*args, *kwargs.values())
+            masks = tuple(str(x.range) for x in given if isinstance(x, RangeMask))
+            kind = type(layer), weights, masks, tuple(x.shape for x in given if isinstance(x, Tensor))
             if kind not in seen:
                 before, flops, now, copies = meter.tally.copy(), meter.flops, meter.now, meter.weights_now
                 out = forward(*args, **kwargs)
                 meter.tally["flops"] += meter.flops - flops
                 meter.tally["saved"] += meter.now - now
                 meter.tally["copies"] += meter.weights_now - copies
+                meter.tally["outputs"] += (out[0] if isinstance(out, tuple) else out).nbytes
                 meter.most_saved = max(meter.most_saved, meter.now - now)
                 meter.run_saved += meter.now - now
                 meter.run_copies += meter.weights_now - copies

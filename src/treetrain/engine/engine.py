@@ -229,10 +229,12 @@ class TreeEngine:
         """The plan of a training step on these trajectories under the engine's budget.
 
         Raises:
+            DataError: rows that the model cannot read.
             UnsupportedModel: the model has changed and would not be exact on a tree now.
         """
         self.prepared.capabilities = self.prepared.check()
         tree = self.tree_of(trajectories)
+        self._check_tree(tree)
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
         return self._faster(tree, plan)[1]
 
@@ -346,16 +348,18 @@ class TreeEngine:
         return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
 
     def _check_tree(self, tree: TokenTree) -> None:
-        """Raise DataError for rows that the model cannot read."""
+        """Raise DataError for rows that the model cannot read; count what their images need besides the parts."""
         check_batch(tree, self.prepared.capabilities)
         if tree.experts is not None:
             from treetrain.engine.extensions.experts import check_recorded
 
             check_recorded(tree, self.prepared.capabilities.experts)
         if tree.images is not None:
+            from treetrain.engine.extensions.images import encoder_memory
             from treetrain.models.images import check_images
 
             check_images(self.model, tree)
+            self.prepared.beside = encoder_memory(self.model, tree.images.distinct)
             if self.sharing.collective or not self.sharing.passes_with.alone:
                 raise UnsupportedModel(
                     "rows with images on a model that processes divide among them (fully_shard, tensor or context "

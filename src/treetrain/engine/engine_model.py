@@ -22,8 +22,9 @@ from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.ranks import Sharing
+from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model, model_device
-from treetrain.planning.cost import CostModel
+from treetrain.planning.cost import Beside, CostModel
 from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.planning.partition import partition
@@ -288,6 +289,8 @@ class EngineModel:
         self.free: int | None = None
         """Bytes that plans of the current call may use; ranks that run the same plan agree on them. None with a budget
         in bytes."""
+        self.beside: Beside | UnsupportedModel | None
+        """What the current call needs besides its parts, if anything; an error if that cannot be counted."""
         self.capabilities = self._all = self.check()
         """The part of the model's capabilities that the current call asks for."""
 
@@ -304,6 +307,7 @@ class EngineModel:
         default = self.device.type == "cuda" and self.sharing.may_compile
         self.compiles = default if self._compile_layers is None else self._compile_layers
         self.free = None if isinstance(self.budget, Bytes) else self.free_bytes()
+        self.beside = None
         return self._all
 
     @property
@@ -326,7 +330,9 @@ class EngineModel:
 
     @property
     def cost(self) -> CostModel | None:
-        """The cost model, counted without running the model; None for a model that cannot be counted."""
+        """The cost model of the current call, counted without running the model; None if it cannot be counted."""
+        if isinstance(self.beside, UnsupportedModel):
+            return None
         autocast = torch.is_autocast_enabled(self.device.type)
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
         key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
@@ -334,7 +340,8 @@ class EngineModel:
             from treetrain.engine.costs import cost_if_countable  # once for a model
 
             self._cost = key, cost_if_countable(self.model)
-        return self._cost[1]
+        cost = self._cost[1]
+        return replace(cost, beside=self.beside) if cost is not None and self.beside is not None else cost
 
     def plan(self, layout: PackedLayout, budget: int | Bytes | None) -> Plan:
         """The fastest plan within a budget: tokens, bytes, or None for what the device has free.
@@ -344,9 +351,13 @@ class EngineModel:
             UnsupportedModel: bytes, and a model that cannot be counted.
         """
         if isinstance(budget, Bytes):
+            if isinstance(self.beside, UnsupportedModel):
+                raise self.beside
             from treetrain.engine.costs import cost_of
 
-            return make_plan(layout, self.cost or cost_of(self.model), budget=budget)
+            cost = self.cost or cost_of(self.model)
+            cost.check_beside(budget)
+            return make_plan(layout, cost, budget=budget)
         cost = self.cost
         if cost is None:
             return plan_of_any_model(layout, budget, self.device)

@@ -59,6 +59,11 @@ def encoder_modules(inner: ImageModel) -> list[nn.Module]:
     return [child for child in inner.children() if child is not inner.language_model]
 
 
+def is_trained(inner: ImageModel) -> bool:
+    """Whether some weight of the encoder is trained."""
+    return any(p.requires_grad for part in encoder_modules(inner) for p in part.parameters())
+
+
 def takes_images(model: nn.Module) -> bool:
     """Whether images are known to be exact on trees of this model."""
     return image_encoder(model) is not None and causal_lm(model).config.model_type in FAMILIES
@@ -132,9 +137,9 @@ def image_inputs(row: Trajectory, model: nn.Module) -> dict[str, Tensor]:
     return {TOKEN_TYPES: types} | joined_images(row.images, device)
 
 
-def encode_images(inner: ImageModel, images: Sequence[Image], device: torch.device) -> ImageFeatures:
-    """The features of some images, in one call of the encoder."""
-    output = inner.get_image_features(**joined_images(images, device), return_dict=True)
+def encode_images(inner: ImageModel, inputs: dict[str, Tensor]) -> ImageFeatures:
+    """The features of `joined_images`, in one call of the encoder."""
+    output = inner.get_image_features(**inputs, return_dict=True)
     deep = getattr(output, "deepstack_features", None) or []
     kinds = (output.pooler_output, *deep)
     return ImageFeatures([_rows(kind) for kind in kinds], [isinstance(kind, Tensor) for kind in kinds])

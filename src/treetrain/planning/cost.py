@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from treetrain.errors import UnsupportedModel, expect, nearest
 from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, SLACK, Collective, Device, Group
-from treetrain.planning.plan import Passes, Plan, heights
+from treetrain.planning.plan import Bytes, Passes, Plan, heights
 from treetrain.tree.layout import FULL, AttentionRange, Pairs, pairs_at
 from treetrain.tree.token_tree import Int64s, Row, TokenTree, as_tree
 
@@ -432,6 +432,16 @@ class WeightLinks(NamedTuple):
         return sent - (1 - self.not_hidden) * np.minimum(seconds, sent)
 
 
+class Beside(NamedTuple):
+    """Memory that a step needs besides that of its parts, for what runs once before the first and after the last."""
+
+    name: str
+    held: float
+    """Bytes that stay alive while parts run."""
+    peak: float
+    """Most bytes alive before the first part or after the last one."""
+
+
 class PartBytes(NamedTuple):
     """Bytes of the parts of a plan, one number for each."""
 
@@ -451,6 +461,8 @@ class CostModel:
     """Sets the memory allocator that is modelled, and the rows that the head scores at once."""
     links: WeightLinks | None = None
     """The seconds in which FSDP2 gathers weights and reduces gradients; None if every rank holds them whole."""
+    beside: Beside | None = None
+    """What the step at hand needs besides its parts, if anything; its seconds are the same under every plan."""
 
     @classmethod
     def from_shape(
@@ -595,11 +607,14 @@ class CostModel:
         KV cache: keys, values and gradients of exported tokens, and recurrent states where parts attach.
             Its buffers are allocated for the most held at once.
         step: memory held for the whole step: the layout, and summed gradients of embedding and head.
+        beside: memory held besides that of the parts (`Beside`).
         allocator: the allocator's overhead on all of these.
         """
         model = self.counts
         if plan.num_parts == 0:
-            return dict.fromkeys(("kept graphs", "running graph", "working", "KV cache", "step", "allocator"), 0.0)
+            return dict.fromkeys(
+                ("kept graphs", "running graph", "working", "KV cache", "step", "beside", "allocator"), 0.0
+            )
         graph, working, path = self._bytes_of_parts(plan)
         above = plan.graphs_beside(graph)
         prefills, prefills_above = self._prefills(plan, path, above)
@@ -610,9 +625,25 @@ class CostModel:
             if prefills[first] + prefills_above[first] > sum(peak.values()):
                 peak = {"kept graphs": prefills_above[first], "running graph": 0.0, "working": prefills[first]}
         peak |= {"KV cache": self.cache_bytes(plan), "step": model.step + STEP_TOKEN * plan.layout.num_tokens}
+        held, alone = (0.0, 0.0) if self.beside is None else (self.beside.held, self.beside.peak)
+        if held + sum(peak.values()) < alone:  # no part is alive then
+            peak = dict.fromkeys(peak, 0.0) | {"working": alone - held}
+        peak["beside"] = held
         factor, fixed = SLACK[self.device]
         peak["allocator"] = (factor - 1) * sum(peak.values()) + fixed
         return {name: float(value) for name, value in peak.items()}
+
+    def check_beside(self, limit: Bytes) -> None:
+        """Raise ValueError if a limit leaves no room for what runs besides the parts."""
+        if self.beside is None:
+            return
+        factor, fixed = SLACK[self.device]
+        needed = Bytes(math.ceil(factor * self.beside.peak + fixed))
+        if needed.count > limit.count:
+            raise ValueError(
+                f"budget={limit}: {self.beside.name} alone needs {needed} ({needed.count} bytes) above model, "
+                "gradients and optimiser state; give at least that"
+            )
 
     def cache_bytes(self, plan: Plan) -> float:
         """Predict the bytes of keys, values and recurrent states that a plan holds at once, with their gradients."""
@@ -623,6 +654,7 @@ class CostModel:
         """Predict each part's graph, and what remains for graphs of other parts while it runs within a limit."""
         factor, fixed = SLACK[self.device]
         step = self.counts.step + STEP_TOKEN * plan.layout.num_tokens
+        step += 0.0 if self.beside is None else self.beside.held
         graph, working, _ = self._bytes_of_parts(plan)
         return PartBytes(graph, (limit - fixed) / factor - step - self.cache_bytes(plan) - graph - working)
 
