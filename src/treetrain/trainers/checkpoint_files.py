@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+from treetrain.data.records import Json
 from treetrain.errors import quoted, shortened
 from treetrain.trainers.run_folder import FolderRefused, delete, is_own
 
@@ -36,7 +36,7 @@ def hashes(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
 
 
-def commit(temporary: Path, folder: Path, contents: Mapping[str, Any], *, overwrites: bool = False) -> None:
+def commit(temporary: Path, folder: Path, contents: Mapping[str, Json], *, overwrites: bool = False) -> None:
     """Write the manifest of a checkpoint, and move it into the output folder.
 
     An older checkpoint of the same name (torn, or of an abandoned run) is deleted after that. If it holds files that
@@ -66,7 +66,7 @@ def commit(temporary: Path, folder: Path, contents: Mapping[str, Any], *, overwr
         warnings.warn(f"{kept} was {place}, and holds more than treetrain wrote: look at it", RuntimeWarning, 2)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(checkpoint: Path) -> dict[str, Json]:
     """The contents of a checkpoint's manifest. Raises TornCheckpoint where it is missing, altered or incomplete."""
     try:
         _regular(checkpoint / MANIFEST, LARGEST_MANIFEST)
@@ -174,5 +174,5 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digest(contents: Any) -> str:
+def _digest(contents: Json) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()

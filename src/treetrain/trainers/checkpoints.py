@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as distributed_sa
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
+from treetrain.data.records import Json
 from treetrain.engine.extensions.process_group import GroupRanks
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, shortened
@@ -138,7 +139,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     _began_at = 0
     _writing = False
     skipped_steps: SkippedSteps
-    _facts: "dict[str, Any]"
+    _facts: "dict[str, Json]"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -254,7 +255,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         warnings.warn(f"no checkpoint in {folder} yet: the run begins at step 0", RuntimeWarning, stacklevel=3)
         return None
 
-    def run_facts(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Json]:
         """Return all that the weights depend on, by name. Override it in a trainer that has more to compare."""
         facts = facts_of_model(self.model) | facts_of_arguments(self.args)
         facts["data"] = facts_of_rows(self.train_dataset)
@@ -262,10 +263,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             facts["loss"] = facts_of_loss(self.compute_loss_func)
         return facts
 
-    def _compare_facts(self) -> dict[str, Any]:
+    def _compare_facts(self) -> dict[str, Json]:
         """The facts of this run, which a resumed checkpoint must have too. Raises ValueError on all ranks."""
 
-        def compare() -> dict[str, Any]:
+        def compare() -> dict[str, Json]:
             facts = json.loads(json.dumps(self.run_facts()))
             if self._resumed is None:
                 return facts
@@ -436,7 +437,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if checkpoint is not None and self.accept_changes:
             self._apply_changes(wanted)
 
-    def _apply_changes(self, wanted: list[dict[str, Any]]) -> None:
+    def _apply_changes(self, wanted: list[dict[str, Json]]) -> None:
         """Give optimizer and schedule the options of this run again: loading has given them the checkpoint's."""
         for number, (group, own) in enumerate(zip(self.optimizer.param_groups, wanted, strict=True)):
             group |= {name: own[name] for name in ("weight_decay", "betas", "eps", "momentum") if name in own}
@@ -506,7 +507,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         with self._ranks.together("the checkpoint"):
             return self._ranks.exchange(work())
 
-    def _on_first(self, work: Callable[[], Any]) -> None:
+    def _on_first(self, work: Callable[[], object]) -> None:
         self._together(work if self.args.process_index == 0 else lambda: None)
 
 
@@ -546,7 +547,7 @@ def _state(value: Any) -> Any:
     return {key: _state(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _filled(old: Any, new: Any) -> Any:
+def _filled(old: object, new: object) -> object:
     """The new value; a dictionary is filled in place, so that a `defaultdict` stays one."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int64
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treetrain.data.columns import codes_of, columns_of, prefix_order, sorted_by_prefix
@@ -423,7 +424,7 @@ class StepDataset(Dataset[dict[str, Any]]):
         args: the run's arguments.
     """
 
-    def __init__(self, rows: Sequence[Trajectory], model: Any, args: TreeArguments) -> None:
+    def __init__(self, rows: Sequence[Trajectory], model: nn.Module, args: TreeArguments) -> None:
         self.rows, self._merge, self._cost = rows, args.execution == "tree", cost_if_countable(model)
         self._rank, self._ranks = args.process_index, args.world_size
 
@@ -448,8 +449,8 @@ class StepDataset(Dataset[dict[str, Any]]):
 
 
 def step_loader(
-    rows: Sequence[Trajectory], sampler: StepSampler, model: Any, args: TreeArguments, **options: Any
-) -> Any:
+    rows: Sequence[Trajectory], sampler: StepSampler, model: nn.Module, args: TreeArguments, **options: Any
+) -> DataLoader:
     """A `DataLoader` of the calls of a pass over the rows, each with its tree."""
     loader = DataLoader(StepDataset(rows, model, args), batch_sampler=sampler, collate_fn=itemgetter(0), **options)
     loader.set_epoch = sampler.set_epoch  # type: ignore[attr-defined]  # Trainer calls it

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, TrainingArguments
 
+from treetrain.data.records import Json
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import shortened
 from treetrain.models.capability import causal_lm
@@ -47,7 +48,7 @@ ROWS, TRAJECTORIES = 1000, 100_000
 """At most so many rows are hashed, evenly spread over the data set; the number of rows always is."""
 
 
-def facts_of_model(model: nn.Module) -> dict[str, Any]:
+def facts_of_model(model: nn.Module) -> dict[str, Json]:
     """Class, configuration, names and shapes of the parameters, and a sample of the frozen ones."""
     config = getattr(model, "config", None)
     settings = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
@@ -61,7 +62,7 @@ def facts_of_model(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def facts_of_arguments(args: TrainingArguments) -> dict[str, Any]:
+def facts_of_arguments(args: TrainingArguments) -> dict[str, Json]:
     """The arguments that change the weights of a run."""
     known = {each.name for each in dataclasses.fields(TrainingArguments)}
     more = [each.name for each in dataclasses.fields(args) if each.name not in known]
@@ -69,7 +70,7 @@ def facts_of_arguments(args: TrainingArguments) -> dict[str, Any]:
     return {name: _plain(getattr(args, name)) for name in (*SETTINGS, *more) if hasattr(args, name)}
 
 
-def facts_of_loss(loss: Any) -> str:
+def facts_of_loss(loss: object) -> str:
     """A loss with its options, as text."""
     options = _plain(vars(loss) if not dataclasses.is_dataclass(loss) and hasattr(loss, "__dict__") else loss)
     return f"{getattr(loss, '__qualname__', type(loss).__qualname__)} {json.dumps(options, sort_keys=True)}"
@@ -90,7 +91,7 @@ def facts_of_rows(rows: Any) -> str | None:
     return f"{len(rows)} rows, SHA-256 {digest.hexdigest()[:16]}"
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def differences(saved: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, str]:
     """Describe every fact that differs, by name. Facts that only one of the two has are left out."""
     both = {name: (saved[name], now[name]) for name in sorted(saved.keys() & now.keys())}
     return {
@@ -133,7 +134,7 @@ def _sample(parameters: Mapping[str, Tensor]) -> str | None:
     return f"SHA-256 {digest.hexdigest()[:16]} of samples"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> Json:
     """A value as JSON: long arrays as their hash, objects without a meaning of their own as their class."""
     if isinstance(value, Enum):
         value = value.value

@@ -707,14 +707,14 @@ class TreeOutput:
             raise AttributeError(name)
         raise RuntimeError(self._forward.refusal(f".{name}"))  # an AttributeError would be no error for hasattr
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         if isinstance(key, slice):
             return tuple(x for x in (self.loss,) if x is not None)[key]
         if key in ("loss", 0) and self.loss is not None:
             return self.loss
         raise RuntimeError(self._forward.refusal(f"[{key!r}]"))
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key == "loss" and self.loss is not None
 
 
@@ -735,7 +735,7 @@ def _agreed(ranks: Ranks, asks: str, *, odd: bool = False) -> str:
     return asks
 
 
-def _same(forward: Any) -> Any:
+def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 

@@ -37,7 +37,7 @@ def skip_next_step(optimizer: Any, why: str) -> None:
     logger.warning(why)
     before = vars(optimizer).get("step")
 
-    def skipped(*_: Any, **__: Any) -> None:
+    def skipped(*_: object, **__: object) -> None:
         del optimizer.step
         if before is not None:
             optimizer.step = before

@@ -91,7 +91,7 @@ def _equal(one: Rows, other: Rows) -> bool:
 class Step:
     """All that is known of one optimizer step. The next step gets a new one, so that nothing has to be reset."""
 
-    batches: Sequence[Any] = ()
+    batches: Sequence[dict[str, Tensor]] = ()
     """Its micro-batches, as `Trainer.get_batch_samples` returns them; empty if they are not known."""
     number: int = -1
     """The number of the micro-batch that was trained last, or is being trained."""
@@ -163,7 +163,7 @@ class StepScores:
         several, also scores that a backward may still reach."""
         self._cuts = 0  # trees that were settled before their last micro-batch
 
-    def begin_step(self, batches: Sequence[Any]) -> None:
+    def begin_step(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Set the micro-batches of the next optimizer step."""
         self.step = Step(list(batches))
 

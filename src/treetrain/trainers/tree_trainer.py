@@ -41,6 +41,7 @@ from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import columns_of
 from treetrain.data.once import count_once
+from treetrain.data.records import Json
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import TreeEngine
@@ -206,7 +207,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     # ---- Data ----
 
-    def run_facts(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Json]:
         """See `SafeCheckpointsMixin`."""
         return super().run_facts() | {"loss": facts_of_loss(self.loss)}
 
