@@ -281,6 +281,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables that a user sets, and verl's platform for CPUs."""
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.verl_cpu,treetrain.integrations.verl")
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    importlib.import_module("support.verl_cpu")  # verl was imported before the variables were set
 
 
 @pytest.mark.parametrize(
