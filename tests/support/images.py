@@ -1,7 +1,7 @@
 """Small random models for images and text, rows with images, and the plain model on one of them at a time."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ import treetrain as tt
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 
-IMAGE, START, END = 60, 61, 62
-"""The placeholder token, and those around an image."""
+IMAGE, START, END, BREAK = 60, 61, 62, 59
+"""The placeholder token, those around an image, and that between the lines of an image."""
 MERGE, PATCH = 2, 2
 TEXT = {
     "vocab_size": 64,
@@ -95,6 +95,34 @@ def qwen3_vl_moe() -> Any:
     return transformers.Qwen3VLMoeConfig(text_config=text.to_dict(), vision_config=vision, **TOKENS)
 
 
+SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+SIGLIP |= {"patch_size": PATCH, "initializer_range": 0.2}
+
+
+def mistral3() -> Any:
+    text, vision = transformers.MistralConfig(**TEXT), transformers.PixtralVisionConfig(**SIGLIP, image_size=32)
+    return transformers.Mistral3Config(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, spatial_merge_size=MERGE
+    )
+
+
+def internvl() -> Any:
+    text = transformers.Qwen2Config(**{name: x for name, x in TEXT.items() if name != "head_dim"})
+    vision = transformers.InternVLVisionConfig(**SIGLIP, image_size=[8, 8], attention_bias=True)
+    return transformers.InternVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+
+
+def llava() -> Any:
+    text, vision = transformers.LlamaConfig(**TEXT), transformers.CLIPVisionConfig(**SIGLIP, image_size=4)
+    return transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+
+
+def pixtral() -> Any:
+    text, vision = transformers.MistralConfig(**TEXT), transformers.PixtralVisionConfig(**SIGLIP, image_size=32)
+    own = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    return transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, **own)
+
+
 CONFIGURATIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "Qwen2.5-VL": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration"),
     "Qwen3-VL": (qwen3_vl, "Qwen3VLForConditionalGeneration"),
@@ -102,7 +130,15 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "Qwen3.5": (qwen3_5, "Qwen3_5ForConditionalGeneration"),
     "Qwen3.5 MoE": (qwen3_5_moe, "Qwen3_5MoeForConditionalGeneration"),
     "Qwen3-VL MoE": (qwen3_vl_moe, "Qwen3VLMoeForConditionalGeneration"),
+    "Mistral 3": (mistral3, "Mistral3ForConditionalGeneration"),
+    "InternVL": (internvl, "InternVLForConditionalGeneration"),
+    "LLaVA": (llava, "LlavaForConditionalGeneration"),
+    "Pixtral": (pixtral, "LlavaForConditionalGeneration"),
 }
+LINES = {"Mistral 3": PATCH * MERGE, "Pixtral": PATCH}
+"""Families whose images have sizes, and are divided into lines by a token: pixels on a side of a token."""
+TILES = {"InternVL": 8, "LLaVA": 4}
+"""Families whose images are tiles of four tokens each: pixels on a side of a tile."""
 
 
 def image_model(
@@ -127,27 +163,47 @@ def image_model(
     return model.to(dtype).train()
 
 
-def image(seed: int, height: int = 2, width: int = 2) -> dict[str, np.ndarray]:
-    """What a processor makes of an image of this many tokens: patches, and their grid."""
-    patches = height * width * MERGE**2
-    values = np.random.default_rng(seed).normal(size=(patches, 3 * PATCH**2)).astype(np.float32)
-    return {"pixel_values": values, "image_grid_thw": np.array([[1, MERGE * height, MERGE * width]])}
+class Picture(NamedTuple):
+    """What a processor makes of one image."""
+
+    inputs: dict[str, np.ndarray]
+    tokens: list[int]
 
 
-def joined(*images: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a processor makes of several images."""
-    return {name: np.concatenate([one[name] for one in images]) for name in images[0]}
+def image(seed: int, height: int = 2, width: int = 2, family: str = "Qwen3-VL") -> Picture:
+    """What a processor makes of an image of this many tokens; of a multiple of four where images are tiles."""
+    random = np.random.default_rng(seed)
+    if family in LINES:
+        sides = LINES[family] * height, LINES[family] * width
+        line = [*[IMAGE] * width, BREAK]
+        inputs = {"pixel_values": random.normal(size=(1, 3, *sides)), "image_sizes": np.array([sides])}
+        tokens = [*(line * height)[:-1], END]
+    elif family in TILES:
+        inputs = {"pixel_values": random.normal(size=(height * width // 4, 3, TILES[family], TILES[family]))}
+        tokens = [START, *[IMAGE] * height * width, END]
+    else:
+        patches = random.normal(size=(height * width * MERGE**2, 3 * PATCH**2))
+        inputs = {"pixel_values": patches, "image_grid_thw": np.array([[1, MERGE * height, MERGE * width]])}
+        tokens = [START, *[IMAGE] * height * width, END]
+    return Picture(inputs | {"pixel_values": inputs["pixel_values"].astype(np.float32)}, tokens)
 
 
-def row(*parts: int | dict[str, np.ndarray], **facts: Any) -> tt.Trajectory:
+def joined(*images: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a processor makes of several images, which it pads to the largest with numbers that no one may read."""
+    found = {}
+    for name in images[0]:
+        arrays = [one[name] for one in images]
+        if "image_sizes" in images[0]:
+            widest = np.max([array.shape[1:] for array in arrays], axis=0)
+            arrays = [np.pad(x, [(0, 0), *((0, n) for n in widest - x.shape[1:])], constant_values=7) for x in arrays]
+        found[name] = np.concatenate(arrays)
+    return found
+
+
+def row(*parts: int | Picture, **facts: Any) -> tt.Trajectory:
     """A row of tokens and images."""
-    ids: list[int] = []
-    images = [part for part in parts if isinstance(part, dict)]
-    for part in parts:
-        if isinstance(part, dict):
-            ids += [START, *[IMAGE] * (int(part["image_grid_thw"].prod()) // MERGE**2), END]
-        else:
-            ids.append(part)
+    ids = [token for part in parts for token in (part.tokens if isinstance(part, Picture) else [part])]
+    images = [part.inputs for part in parts if isinstance(part, Picture)]
     given = {"images": joined(*images), "image_token": IMAGE} if images else {}
     return tt.Trajectory(ids, **given, **facts)
 
@@ -157,7 +213,7 @@ def plain_logits(model: nn.Module, one: tt.Trajectory) -> Tensor:
     ids = torch.from_numpy(one.ids.astype(np.int64))[None]
     given = {}
     if one.images:
-        whole = joined(*(dict(each.inputs) for each in one.images))
+        whole = joined(*(each.inputs for each in one.images))
         given = {name: torch.from_numpy(x) for name, x in whole.items()} | {"mm_token_type_ids": (ids == IMAGE).long()}
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits[0]
 

@@ -1,6 +1,8 @@
 """Rows with images in trainers: what a processor and TRL's collators make of them, with and without shared prefixes."""
 
+import functools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,33 +22,54 @@ from treetrain.trainers.tree_trainer import TreeTrainer
 
 needs_transformers("5.16", "processors have other classes")
 from transformers import Qwen2VLImageProcessorPil  # noqa: E402
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
+from transformers.models.internvl.processing_internvl import InternVLProcessor  # noqa: E402
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil  # noqa: E402
 
-SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+with mock.patch("transformers.utils.is_vision_available", return_value=False):  # else it imports torchvision
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+QWEN = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL = {"Mistral 3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "InternVL": ["<context>", "<video>", "<img>", "</img>"]}
+"""The tokens of images, first the one that stands for an image; those of Qwen in other families."""
+PLACES = {"Mistral 3": "[IMG]", "InternVL": "<context>"}
 PLACE = "<|vision_start|> <|image_pad|> <|vision_end|>"
-OTHERS = ("Qwen2-VL", "Qwen2.5-VL", "Qwen3.5", "Qwen3-VL MoE")
+OTHERS = ("Qwen2-VL", "Qwen2.5-VL", "Qwen3.5", "Qwen3-VL MoE", "InternVL")
 PAD = len(runs.SPECIAL) + runs.WORDS
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }} {% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}" + PLACE + " {% else %}{{ part.text }} {% endif %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}PLACE {% else %}{{ part.text }} {% endif %}"
     "{% endfor %}{% endif %}{% endfor %}"
 )
 
 
-class Processor(Qwen2_5_VLProcessor):
-    """A processor without videos, which would need torchvision."""
-
-    def check_argument_for_proper_class(self, *_: Any) -> None:
-        """Its video processor is None."""
+def without_videos(kind: type) -> Any:
+    """A kind of processor without videos, which would need torchvision."""
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
 
 
-def processor(padding: str = "right") -> Processor:
+def processor(name: str = "Qwen3-VL", padding: str = "right") -> Any:
     encode = runs.tokenizer()
     encode.padding_side = padding
-    encode.add_tokens(SPECIAL, special_tokens=True)
+    encode.add_tokens(SPECIAL.get(name, QWEN), special_tokens=True)
+    template = TEMPLATE.replace("PLACE", PLACES.get(name, PLACE))
+    if name == "Mistral 3":
+        pictures = PixtralImageProcessorPil(size={"longest_edge": 8}, patch_size=images.PATCH)
+        sizes = {"patch_size": images.PATCH, "spatial_merge_size": images.MERGE}
+        made = PixtralProcessor(pictures, encode, chat_template=template, **sizes)
+        made.text_kwargs = {}  # GRPO of TRL would get tensors, for which its prompts are too different in length
+        return made
+    if name == "InternVL":
+        roles = ("context_image_token", "video_token", "start_image_token", "end_image_token")
+        for role, token in zip(roles, SPECIAL[name]):
+            setattr(encode, role, token)
+            setattr(encode, f"{role}_id", encode.convert_tokens_to_ids(token))
+        pictures = GotOcr2ImageProcessorPil(size={"height": 8, "width": 8}, min_patches=1, max_patches=2)
+        return without_videos(InternVLProcessor)(pictures, encode, None, 4, chat_template=template)
     pictures = Qwen2VLImageProcessorPil(
         patch_size=images.PATCH, temporal_patch_size=1, merge_size=images.MERGE, min_pixels=16, max_pixels=64
     )
-    return Processor(pictures, encode, None, chat_template=TEMPLATE)
+    return without_videos(Qwen2_5_VLProcessor)(pictures, encode, None, chat_template=template)
 
 
 def picture(seed: int) -> Image.Image:
@@ -57,18 +80,19 @@ def picture(seed: int) -> Image.Image:
 
 def model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    names = names[: 1 if name in SPECIAL else None]
     found = images.image_model(name, dtype, seed, tokens=dict(zip(names, range(PAD, PAD + 4))))
     found.generation_config.pad_token_id, found.generation_config.eos_token_id = 0, 1
     return found
 
 
-def questions(rows: int, *, answers: bool = True) -> list[dict[str, Any]]:
+def questions(rows: int, name: str = "Qwen3-VL", *, answers: bool = True) -> list[dict[str, Any]]:
     """Four answers to each of a few questions; about one image, two, one twice, or none."""
-    kinds = [[1], [2, 3], [4, 4], []]
+    kinds, place = [[1], [2, 3], [4, 4], []], PLACES.get(name, PLACE)
     found = []
     for k in range(rows):
         about = kinds[k // 4 % 4]
-        one = {"images": [picture(seed) for seed in about], "prompt": " ".join([PLACE] * len(about)) + " "}
+        one = {"images": [picture(seed) for seed in about], "prompt": " ".join([place] * len(about)) + " "}
         one["prompt"] += runs.words(("task", k // 4), 4, 8)
         if answers:
             one["completion"] = " " + runs.words(("answer", k), 3, 6)
@@ -80,8 +104,8 @@ def sft(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> 
     return SFTTrainer(
         model(name, dtype),
         SFTConfig(**{"max_length": None, **settings}),
-        train_dataset=Dataset.from_list(questions(32)),
-        processing_class=processor(),
+        train_dataset=Dataset.from_list(questions(32, name)),
+        processing_class=processor(name),
         peft_config=adapter() if lora else None,
     )
 
@@ -89,24 +113,24 @@ def sft(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> 
 def dpo(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> Trainer:
     pairs = [
         {"images": row["images"], "prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
-        for row, other in zip(questions(32), questions(64)[32:])
+        for row, other in zip(questions(32, name), questions(64, name)[32:])
     ]
     return DPOTrainer(
         model(name, dtype),
         ref_model=None if lora else model(name, dtype, seed=1),
         args=DPOConfig(**{"beta": 0.5, "max_length": None, **settings}),
         train_dataset=Dataset.from_list(pairs),
-        processing_class=processor(),
+        processing_class=processor(name),
         peft_config=adapter() if lora else None,
     )
 
 
 def grpo(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> Trainer:
     asked = []
-    for row in questions(32, answers=False)[::4]:
+    for row in questions(32, name, answers=False)[::4]:
         if not row["images"]:
             continue  # TRL's own processing needs an image for every prompt, or for none
-        words = row["prompt"].replace(PLACE, "").strip()
+        words = row["prompt"].replace(PLACES.get(name, PLACE), "").strip()
         asked.append({"images": row["images"], "prompt": [{"role": "user", "content": words}]})
     never = {"suppress_tokens": list(range(PAD, 64))}  # a sampled placeholder would have no image
     own = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.8, "beta": 0.1 if lora else 0.0}
@@ -116,15 +140,17 @@ def grpo(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) ->
         reward_funcs=lambda completions, **_: runs.word_reward([each[0]["content"] for each in completions]),
         args=GRPOConfig(**{**own, **settings}),
         train_dataset=Dataset.from_list(asked),
-        processing_class=processor("left"),
+        processing_class=processor(name, "left"),
         peft_config=adapter() if lora else None,
     )
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def collate(rows: list[dict[str, Any]], name: str = "Qwen3-VL") -> dict[str, Any]:
     pictures = [row["images"] for row in rows]
     texts = [row["prompt"] + row["completion"] for row in rows]
-    batch = processor()(images=pictures if any(pictures) else None, text=texts, padding=True, return_tensors="pt")
+    batch = processor(name)(
+        images=pictures if any(pictures) else None, text=texts, padding=True, padding_side="right", return_tensors="pt"
+    )
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return dict(batch)
 
@@ -133,12 +159,14 @@ def plain(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -
     return Trainer(
         model(name, dtype),
         TrainingArguments(**settings, remove_unused_columns=False),
-        train_dataset=questions(32),
-        data_collator=collate,
+        train_dataset=questions(32, name),
+        data_collator=functools.partial(collate, name=name),
     )
 
 
-@pytest.mark.parametrize("name", ["Qwen3-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-VL", "Mistral 3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 @pytest.mark.parametrize(
     "build, lora", [(sft, False), (plain, False), pytest.param(dpo, True, marks=pytest.mark.slow), (grpo, True)]
 )
@@ -210,10 +238,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mm_token_type_ids": collate(questions(8))["mm_token_type_ids"].flip(1)},
         "The types must be padded",
     ),
-    "no grid": ({"image_grid_thw": None}, "reads pixel_values and image_grid_thw|images, its rows"),
-    "images of other rows": ({"rows": slice(4)}, "a row that is cut"),
+    "no grid": ({"image_grid_thw": None}, "there are 160 images and 12 runs"),
+    "images of other rows": ({"rows": slice(4)}, "A row that is cut"),
     "videos": ({"pixel_values_videos": torch.ones(2)}, "pixel_values_videos.*no videos"),
-    "cut images": ({"columns": slice(4)}, "a row that is cut|features, but 2 tokens"),
+    "cut images": ({"columns": slice(4)}, "A row that is cut|features, but 2 tokens"),
 }
 
 

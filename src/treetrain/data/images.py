@@ -7,18 +7,24 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, Integer
+from jaxtyping import Int32, Int64, Integer
 from numpy.typing import NDArray
 
 from treetrain.errors import DataError, quoted
 
 GRID = "image_grid_thw"
 """The processors' name for the patches of each image: times, rows and columns."""
+SIZES = "image_sizes"
+"""The processors' name for the height and width of each image, without padding to the largest of a batch."""
+IMAGE_INPUTS = ("pixel_values", GRID, SIZES)
+"""The arguments by which models read images."""
+IMAGE_TYPES = "mm_token_type_ids"
+"""The argument by which models with positions of their own around images read what a token is: text 0, image 1."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Image:
-    """One image: the arrays that a processor makes of it, by the names that the model's forward gives them.
+    """One image, or one tile of it: the arrays that a processor makes of it, by the names of the model's arguments.
 
     The first dimension of every array is that of the processor's output: images, tiles or patches.
     """
@@ -42,7 +48,8 @@ def split_images(inputs: Mapping[str, Any]) -> tuple[Image, ...]:
     """The images in a processor's output for one row, such as its ``pixel_values`` and ``image_grid_thw``.
 
     Entries that are None are left out. With a grid, ``pixel_values`` holds the patches of all images one after another;
-    otherwise every entry has one place for each image.
+    otherwise every entry has one place for each image or tile. Padding outside of ``image_sizes`` is cut off, since the
+    same image has another in another batch.
 
     Raises:
         DataError: there are no pixel values, videos, or entries whose lengths do not fit together.
@@ -65,8 +72,19 @@ def split_images(inputs: Mapping[str, Any]) -> tuple[Image, ...]:
             wanted = f", with {sum(lengths['pixel_values'])} patches by {GRID}" if grid is not None else ""
             raise DataError(f"images have {shapes}: {name} does not fit the others{wanted}")
     pieces = {name: np.split(array, np.cumsum(lengths[name])[:-1]) for name, array in arrays.items()}
+    if SIZES in arrays and arrays["pixel_values"].ndim == 4:
+        pieces["pixel_values"] = list(map(_without_padding, pieces["pixel_values"], pieces[SIZES]))
     count = len(lengths["pixel_values"])
     return tuple(Image({name: pieces[name][number] for name in arrays}) for number in range(count))
+
+
+def _without_padding(pixels: NDArray[Any], size: NDArray[Any]) -> NDArray[Any]:
+    """The pixels [1, channels, height, width] of an image of this size [1, 2]."""
+    if size.shape != (1, 2) or not (0 < size[0, 0] <= pixels.shape[2] and 0 < size[0, 1] <= pixels.shape[3]):
+        raise DataError(
+            f"{SIZES} has {size[0].tolist()} for pixel_values {list(pixels.shape[1:])}; give its height and width"
+        )
+    return pixels[:, :, : size[0, 0], : size[0, 1]]
 
 
 def as_array(name: str, value: Any) -> NDArray[Any]:
@@ -80,13 +98,46 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def image_runs(
-    ids: Integer[np.ndarray, " L"], image_token: int
-) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-    """Where each image of a row begins and ends: the maximal runs of its placeholder token."""
-    of_image: Bool[np.ndarray, " L"] = ids == image_token
-    edges = np.diff(of_image.astype(np.int8), prepend=0, append=0)
-    return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+def places_of_images(
+    rows: Sequence[Integer[np.ndarray, " _"]], image_token: int, images: Sequence[Image]
+) -> list[list[Int64[np.ndarray, " _"]]]:
+    """For each row, the places of the tokens that stand for each of its images.
+
+    Each run of the placeholder token stands for an image. In some families other tokens divide an image (its lines), or
+    a run stands for several tiles. Then the numbers of runs and images differ, and the images' shares of the tokens
+    are their shares of the pixels. The model checks them by the number of features.
+
+    Args:
+        images: those of all rows, in the rows' order.
+
+    Raises:
+        DataError: the tokens of the rows do not fit the images.
+    """
+    places = [np.flatnonzero(ids == image_token) for ids in rows]
+    lengths = [length for own in places for length in _run_lengths(own)]
+    if len(lengths) != len(images):
+        pixels = np.array([image.inputs["pixel_values"].size for image in images], np.int64)
+        tokens, rest = np.divmod(pixels * sum(lengths), max(int(pixels.sum()), 1))
+        if GRID in images[0].inputs or rest.any() or not tokens.all():
+            raise DataError(
+                f"there are {len(images)} images and {len(lengths)} runs of image_token {image_token} in the ids; give "
+                "one image for each run, and cut rows only behind or before whole images"
+            )
+        lengths = tokens.tolist()
+    bounds, ends = np.cumsum(lengths), np.cumsum([len(own) for own in places])
+    counts = np.searchsorted(bounds, ends, side="right")
+    if (np.r_[0, bounds][counts] != ends).any():
+        raise DataError(
+            f"the rows have {[len(own) for own in places]} tokens {image_token}, their images {lengths}; give the "
+            "images of these rows, and cut rows only behind or before whole images"
+        )
+    divided = [np.split(own, np.cumsum(lengths[a:b])[:-1]) for own, a, b in zip(places, np.r_[0, counts], counts)]
+    return [own if len(own[0]) else [] for own in divided]
+
+
+def _run_lengths(places: Int64[np.ndarray, " n"]) -> list[int]:
+    """The lengths of the runs of consecutive places."""
+    return [len(run) for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(run)]
 
 
 def checked_images(
@@ -107,10 +158,5 @@ def checked_images(
             "images are given without image_token; give the id that stands for them in the row: "
             "model.config.image_token_id"
         )
-    starts, _ = image_runs(ids, image_token)
-    if len(starts) != len(found):
-        raise DataError(
-            f"there are {len(found)} images and {len(starts)} runs of image_token {image_token} in the ids; give one "
-            "image for each run, and cut rows only behind or before whole images"
-        )
+    places_of_images([ids], image_token, found)
     return found

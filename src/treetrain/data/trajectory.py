@@ -62,7 +62,7 @@ class Trajectory:
         images: the row's images as a processor makes them, such as ``{"pixel_values": ..., "image_grid_thw": ...}``.
             Their tokens, and those after them, are merged only with those of equal images.
         image_token: the token id that stands for images in `ids` (``model.config.image_token_id``): one run of it for
-            each image.
+            each image, or of several tiles, or divided into lines, as the model's processor makes them.
 
     Raises:
         DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.

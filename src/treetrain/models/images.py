@@ -16,17 +16,19 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from treetrain.data.images import GRID, Image
+from treetrain.data.images import GRID, IMAGE_INPUTS, IMAGE_TYPES, SIZES, Image
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.capability import causal_lm, model_device
 from treetrain.models.tree_mode import replaced
+from treetrain.tree.names import TreeImages
 from treetrain.tree.token_tree import Row, TokenTree
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("mistral3", "internvl", "llava"),
+)
 """The model types whose images are computed on trees; tests prove each of them against its rows."""
-TOKEN_TYPES = "mm_token_type_ids"
-"""The keyword argument by which processors say which tokens are text (0) and images (1)."""
 
 
 class ImageFeatures(NamedTuple):
@@ -90,20 +92,46 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
             f"the rows have image_token {images.token}, {type(lm).__name__} has {config.image_token_id}; give "
             "image_token=model.config.image_token_id"
         )
-    known = inspect.signature(inner.get_image_features).parameters
-    per_token = inner.visual.spatial_merge_size**2
-    for image, tokens in zip(images.distinct, np.diff(images.first).tolist()):
-        unknown = [name for name in image.inputs if name not in known]
-        if unknown or GRID not in image.inputs:
+    known, first = arguments_of(inner), images.distinct[0].inputs
+    for image in images.distinct:
+        if any(name not in known for name in image.inputs) or any(
+            known[name] and name not in image.inputs for name in known
+        ):
             raise DataError(
-                f"an image has {', '.join(image.inputs)}; {type(lm).__name__} reads pixel_values and {GRID}, as its "
-                "own processor makes them"
+                f"an image has {', '.join(image.inputs)}; {type(lm).__name__} reads {' and '.join(known)}, as its own "
+                "processor makes them"
             )
-        features = int(image.inputs[GRID].prod()) // per_token
-        if features != tokens:
+        shapes = [given["pixel_values"].shape[1:] for given in (first, image.inputs)]
+        if SIZES not in image.inputs and shapes[0] != shapes[1]:
             raise DataError(
-                f"an image with {GRID} {image.inputs[GRID][0].tolist()} has {features} features, but {tokens} tokens "
-                f"{images.token} stand for it; give ids and images of one call of the processor, uncut"
+                f"images have pixel_values of shapes {list(shapes[0])} and {list(shapes[1])} in one batch; give images "
+                "of one processor"
+            )
+    if GRID in known:
+        grids = np.concatenate([image.inputs[GRID] for image in images.distinct])
+        _check_features(images, grids.prod(1) // inner.visual.spatial_merge_size**2)
+
+
+def arguments_of(inner: ImageModel) -> dict[str, bool]:
+    """The arguments by which a model reads images, and whether each must be given."""
+    given = inspect.signature(inner.get_image_features).parameters
+    return {name: name == GRID or given[name].default is inspect._empty for name in IMAGE_INPUTS if name in given}
+
+
+def reads_token_types(inner: ImageModel | None) -> bool:
+    """Whether positions depend on which tokens are of images, so that the model must be told by `IMAGE_TYPES`."""
+    return hasattr(inner, "get_rope_index")
+
+
+def _check_features(images: TreeImages, features: Sequence[int] | np.ndarray) -> None:
+    """Raise DataError unless every distinct image has as many features as tokens."""
+    for image, count, tokens in zip(images.distinct, features, np.diff(images.first)):
+        if count != tokens:
+            given = ", ".join(f"{name} {x[0].tolist()}" for name, x in image.inputs.items() if name != "pixel_values")
+            given = given or f"pixel_values {list(image.inputs['pixel_values'].shape)}"
+            raise DataError(
+                f"an image with {given} has {count} features, but {tokens} tokens {images.token} stand for it; give "
+                "ids and images of one call of the processor, uncut"
             )
 
 
@@ -132,23 +160,40 @@ def image_inputs(row: Trajectory, model: nn.Module) -> dict[str, Tensor]:
     """The keyword arguments by which the model's plain forward reads the images of one row; empty for text."""
     if not row.images:
         return {}
-    device = model_device(model)
-    types = torch.from_numpy((row.ids == row.image_token).astype(np.int64))[None].to(device)
-    return {TOKEN_TYPES: types} | joined_images(row.images, device)
+    device, inner = model_device(model), image_encoder(model)
+    given = joined_images(row.images, device)
+    if reads_token_types(inner):
+        given[IMAGE_TYPES] = torch.from_numpy((row.ids == row.image_token).astype(np.int64))[None].to(device)
+    return given
 
 
-def encode_images(inner: ImageModel, inputs: dict[str, Tensor]) -> ImageFeatures:
-    """The features of `joined_images`, in one call of the encoder."""
+def encode_images(inner: ImageModel, inputs: dict[str, Tensor], images: TreeImages | None = None) -> ImageFeatures:
+    """The features of `joined_images`, in one call of the encoder.
+
+    Args:
+        images: those of the tree.
+
+    Raises:
+        DataError: one of them has another number of features than tokens.
+    """
     output = inner.get_image_features(**inputs, return_dict=True)
-    deep = getattr(output, "deepstack_features", None) or []
-    kinds = (output.pooler_output, *deep)
+    first, deep = output.pooler_output, getattr(output, "deepstack_features", None) or []
+    if images is not None and (not isinstance(first, Tensor) or first.dim() > 2):  # apart for each image
+        _check_features(images, [len(one) for one in first])
+    kinds = (first, *deep)
     return ImageFeatures([_rows(kind) for kind in kinds], [isinstance(kind, Tensor) for kind in kinds])
 
 
 def joined_images(images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
-    """The keyword arguments by which a model reads these images."""
-    names = images[0].inputs
-    return {name: torch.from_numpy(np.concatenate([x.inputs[name] for x in images])).to(device) for name in names}
+    """The keyword arguments by which a model reads these images; those with sizes are padded to the largest."""
+    joined = {}
+    for name in images[0].inputs:
+        arrays = [image.inputs[name] for image in images]
+        if SIZES in images[0].inputs:
+            widest = np.max([array.shape for array in arrays], axis=0)
+            arrays = [np.pad(x, [(0, 0), *((0, n) for n in (widest - x.shape)[1:])]) for x in arrays]
+        joined[name] = torch.from_numpy(np.concatenate(arrays)).to(device)
+    return joined
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "F hidden"]:

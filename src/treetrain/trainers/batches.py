@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Bool, Integer, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
-from treetrain.data.images import GRID, Image, image_runs, split_images
+from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES, Image, places_of_images, split_images
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect
 from treetrain.tree.token_tree import TokenTree, build_tree
@@ -27,8 +27,6 @@ log-probabilities of `treetrain.token_logprobs`."""
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keyword arguments by which processors say which tokens are of an image; 0 is text."""
-IMAGES = ("pixel_values", GRID)
-"""Keyword arguments that hold the images of a batch, one row's after another's."""
 
 
 class Span(NamedTuple):
@@ -217,12 +215,13 @@ class Rows(NamedTuple):
         return _placed(rows, self.places, self.wanted.shape).to(self.wanted.device)
 
 
-def rows_of(kwargs: ModelInputs, *, rewards: bool = False) -> Rows:
+def rows_of(kwargs: ModelInputs, *, rewards: bool = False, model: nn.Module | None = None) -> Rows:
     """Recover the rows of a batch that is padded, packed, neither, or a packed tree.
 
     Args:
         kwargs: keyword arguments of the model's call. Without ``labels`` every token but a row's first is predicted.
         rewards: the model scores whole rows, so there are no token labels.
+        model: what is called; None reads no images.
 
     Raises:
         DataError: a label that is not the next token of its row, or a mask with positions that do not fit it.
@@ -245,7 +244,7 @@ def rows_of(kwargs: ModelInputs, *, rewards: bool = False) -> Rows:
                 )
     host = ids.cpu()
     rows = [host[b, start:stop].numpy() for b, start, stop in spans]
-    images, token = _images_of(kwargs, rows)
+    images, token = ([], None) if model is None else _images_of(kwargs, rows, model)
     if rewards:
         return Rows(rows, [], [], ids.new_zeros((0, 0), dtype=torch.bool), spans, images, token)
     inside = torch.zeros(ids[:, 1:].shape, dtype=torch.bool)
@@ -283,37 +282,45 @@ def rows_of(kwargs: ModelInputs, *, rewards: bool = False) -> Rows:
 
 
 def _images_of(
-    kwargs: ModelInputs, rows: list[Integer[np.ndarray, " _"]]
+    kwargs: ModelInputs, rows: list[Integer[np.ndarray, " _"]], model: nn.Module
 ) -> tuple[list[tuple[Image, ...]], int | None]:
     """The images of each row of a batch, and the token that stands for them; nothing in a batch of text.
 
     Raises:
-        DataError: the batch does not say which tokens are of images, or has another number of images than the rows.
+        DataError: the batch does not say which tokens are of images, though the model reads that, or has another
+            number of images than the rows.
     """
-    given = {name: kwargs[name] for name in IMAGES if kwargs.get(name) is not None}
+    given = {name: kwargs[name] for name in IMAGE_INPUTS if kwargs.get(name) is not None}
     if not given:
         return [], None
-    types, ids = kwargs.get("mm_token_type_ids"), kwargs["input_ids"]
-    if types is None:
+    from treetrain.models.capability import causal_lm
+    from treetrain.models.images import image_encoder, reads_token_types
+
+    config: Any = causal_lm(model).config
+    types, ids, token = kwargs.get(IMAGE_TYPES), kwargs["input_ids"], config.image_token_id
+    if reads_token_types(image_encoder(model)):
+        if types is None:
+            raise DataError(
+                f"the batch has {', '.join(given)} and no {IMAGE_TYPES}, without which positions around images are not "
+                "known; make it by the model's own processor, which gives them"
+            )
+        if bool(((types != 0) != (ids == token)).any()):
+            others = ids[types.expand(ids.shape) != 0].unique().tolist()
+            raise DataError(
+                f"the batch has {', '.join(given)}, and by {IMAGE_TYPES} the tokens {others} are of images or videos; "
+                f"they must be those of images, {token}, and all of them. Videos are not computed on a tree. The types "
+                "must be padded as the ids are (GRPO pads prompts on the left: "
+                "processor.tokenizer.padding_side='left')"
+            )
+    try:
+        images = split_images(given)
+        counts = [len(places) for places in places_of_images(rows, token, images)]
+    except DataError as error:
         raise DataError(
-            f"the batch has {', '.join(given)} and no mm_token_type_ids, without which positions around images are not "
-            "known; make it by the model's own processor, which gives them"
-        )
-    tokens = ids[types.expand(ids.shape) != 0].unique().tolist()
-    if len(tokens) != 1:
-        raise DataError(
-            f"the batch has {', '.join(given)}, and by mm_token_type_ids the tokens {tokens} are of images or videos; "
-            "there must be one such token, that of images. Videos are not computed on a tree. The types must be padded "
-            "as the ids are (GRPO pads prompts on the left: processor.tokenizer.padding_side='left')"
-        )
-    images, counts = split_images(given), [len(image_runs(row, tokens[0])[0]) for row in rows]
-    if sum(counts) != len(images):
-        raise DataError(
-            f"the batch has {len(images)} images, its rows {counts} runs of token {tokens[0]}, one for each image; a "
-            "row that is cut within its images (max_length) loses them: set max_length=None"
-        )
+            f"{error}. A row that is cut within its images (max_length) loses them: set max_length=None"
+        ) from error
     ends = np.cumsum(counts).tolist()
-    return [images[end - count : end] for end, count in zip(ends, counts)], tokens[0]
+    return [images[end - count : end] for end, count in zip(ends, counts)], token
 
 
 def positions_between(bounds: Integer[Tensor, " _"], input_ids: Integer[Tensor, "B T"]) -> Integer[Tensor, "1 T"]:
@@ -358,7 +365,7 @@ def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
         real = batch["attention_mask"].bool()
         inputs = {name: batch[name][real][None] for name in ("input_ids", "shift_labels")}
         return inputs | {name: batch[name][batch[name] >= 0] for name in TREE_INDEX}
-    images = {name: batch[name] for name in (*IMAGES, "mm_token_type_ids") if batch.get(name) is not None}
+    images = {name: batch[name] for name in (*IMAGE_INPUTS, IMAGE_TYPES) if batch.get(name) is not None}
     if "completion_ids" in batch:  # GRPO and RLOO
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import CausalLMOutput
 
 from treetrain.data.columns import sorted_by_prefix
+from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.engine.costs import compute_dtype
 from treetrain.engine.engine import TreeEngine
@@ -31,10 +32,9 @@ from treetrain.engine.ranks import Ranks
 from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
 from treetrain.models.capability import causal_lm, model_device
-from treetrain.models.images import joined_images
+from treetrain.models.images import image_encoder, joined_images, reads_token_types
 from treetrain.trainers.batches import (
     IGNORED,
-    IMAGES,
     TOKEN_TYPES,
     TREE_INDEX,
     ModelInputs,
@@ -128,7 +128,7 @@ class FirstStep:
             call = all_labelled(call, rows)
         self.batch = small_batch(call, rows, chosen, tokens_within(engine, rows, output_kind))
         """The arguments of the tree's call."""
-        self._rows = rows_of(self.batch, rewards=output_kind == "rewards")
+        self._rows = rows_of(self.batch, rewards=output_kind == "rewards", model=engine.model)
         self._plain, self._temperature, self._alone = plain, temperature, alone
         self._ranks = ranks or Ranks()
         self.device = self.batch["input_ids"].device
@@ -308,7 +308,7 @@ class FirstStep:
         cost = self._engine.prepared.cost
         if cost is None or not self._seconds:
             return logs, None
-        small = rows_of(self.batch, rewards=self._output_kind == "rewards")
+        small = rows_of(self.batch, rewards=self._output_kind == "rewards", model=self._engine.model)
         work = linear_work(tree_of([small]), cost.counts.attention_ranges)
         return logs, cost.counts.flops(*work) / self._seconds
 
@@ -390,9 +390,9 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
     columns["labels"] = (labels, IGNORED)
     device = model_device(engine.model)
     images = [image for one in chosen for image in one.images]
-    if images:
+    if images and reads_token_types(image_encoder(engine.model)):
         types = [torch.from_numpy(one.ids == one.image_token).long() for one in chosen]
-        columns["mm_token_type_ids"] = (types, 0)
+        columns[IMAGE_TYPES] = (types, 0)
     call = {name: pad_sequence(rows, True, fill).to(device) for name, (rows, fill) in columns.items()}
     if images:
         call |= joined_images(images, device)
@@ -402,9 +402,9 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
-    first = FirstStep(engine, Sample(call, rows_of(call), range(len(chosen))), "loss", plain)
+    first = FirstStep(engine, Sample(call, rows_of(call, model=engine.model), range(len(chosen))), "loss", plain)
     first.run_plain(timed=False)
-    rows = rows_of(first.batch)
+    rows = rows_of(first.batch, model=engine.model)
     with first.tree_run():
         scored = engine.score(tree_of([rows]), mask=rows.masks)
         scores = rows.batch(scored.logprobs)
@@ -577,7 +577,7 @@ def with_images_of(call: ModelInputs, rows: Rows, chosen: Sequence[int]) -> Mode
         return call
     images = [image for k in chosen for image in rows.images[k]]
     device, dtype = call["input_ids"].device, call["pixel_values"].dtype
-    call = {name: value for name, value in call.items() if name not in IMAGES}
+    call = {name: value for name, value in call.items() if name not in IMAGE_INPUTS}
     if not images:
         return call
     own = joined_images(images, device)

@@ -23,13 +23,14 @@ from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
-from treetrain.trainers.batches import IMAGES, TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of
+from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of
 from treetrain.trainers.step_scores import StepScores, TreeScores
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class PrefixSharing:
         self.model: nn.Module = trainer.model
         self.wrapped = self.model
         """The model as the trainer calls it, such as within DistributedDataParallel."""
-        self._rows_of = functools.partial(rows_of, rewards=self.output_kind == "rewards")
+        self._rows_of = functools.partial(rows_of, rewards=self.output_kind == "rewards", model=self.model)
         self.steps = StepScores(trainer, self._rows_of)
         self.in_loss = False
         """Whether the trainer is in `compute_loss`, where calls with labels ask for scores."""
@@ -430,7 +431,7 @@ class PrefixSharing:
         ranks = engine.sharing.passes_with
         with ranks.together("the model's call"):
             _agreed(ranks, "tt.token_logprobs")
-            rows = rows_of(inputs)
+            rows = rows_of(inputs, model=model)
         with self.processes.autocast(), self._balanced(model, {}, allowed=False):
             if training and self.check:
                 self._check_first_step(forward, head, rows, inputs, "tokens")
@@ -755,12 +756,12 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 def image_arguments(model: nn.Module, given: Iterable[str]) -> set[str]:
     """Those of a call's arguments that give the model images, if trees of this model compute images."""
-    images = {*IMAGES, "mm_token_type_ids"} & {*given}
+    images = {*IMAGE_INPUTS, IMAGE_TYPES} & {*given}
     if not images:
         return images
-    from treetrain.models.images import takes_images
+    from treetrain.models.images import arguments_of, image_encoder, takes_images
 
-    return images if takes_images(model) else set()
+    return images & {*arguments_of(image_encoder(model)), IMAGE_TYPES} if takes_images(model) else set()
 
 
 def refused_arguments(unknown: Sequence[str]) -> ValueError:
@@ -770,8 +771,8 @@ def refused_arguments(unknown: Sequence[str]) -> ValueError:
     if media := [name for name in unknown if name.startswith(MEDIA) or name in TOKEN_TYPES]:
         return ValueError(
             f"the batch has images ({', '.join(media)}), which share_prefixes does not compute on trees of this model: "
-            f"it takes rows of text, and images ({', '.join(IMAGES)}, no videos) of {', '.join(FAMILIES)}; leave such "
-            "rows out, or train without share_prefixes"
+            f"it takes rows of text, and images ({', '.join(IMAGE_INPUTS)}, no videos) of {', '.join(FAMILIES)}; leave "
+            "such rows out, or train without share_prefixes"
         )
     return ValueError(
         f"the model is called with {', '.join(unknown)}, which is not known to be exact on a tree; leave it "

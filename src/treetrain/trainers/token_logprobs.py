@@ -122,7 +122,7 @@ def _from_plain_model(
         model: the model as it is called; it may be wrapped for several processes.
         inner: the model without this wrapper.
     """
-    rows, ids = rows_of(batch), batch["input_ids"]
+    rows, ids = rows_of(batch, model=inner), batch["input_ids"]
     wanted = rows.wanted.to(ids.device)
     if "position_ids" not in batch and "attention_mask" not in batch and "cu_seq_lens_q" in batch:
         batch = batch | {"position_ids": positions_between(batch["cu_seq_lens_q"], ids)}

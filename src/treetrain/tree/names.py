@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 from numpy.typing import NDArray
 
-from treetrain.data.images import Image, image_runs
+from treetrain.data.images import Image, places_of_images
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
@@ -100,12 +100,12 @@ def name_by_features(
                 f"row {number} has image_token {row.image_token}, an earlier row {token}; all rows of a batch are "
                 "read by one model"
             )
-        for image, start, stop in zip(row.images, *image_runs(ids, token)):
-            key = image.digest, int(stop - start)
+        for image, places in zip(row.images, *places_of_images([ids], token, row.images)):
+            key = image.digest, len(places)
             if key not in seen:
                 seen[key] = len(distinct)
                 distinct.append(image)
                 first.append(first[-1] + key[1])
             begins = first[seen[key]]
-            names[end - length + start : end - length + stop] = -1 - np.arange(begins, begins + key[1])
+            names[end - length + places] = -1 - np.arange(begins, begins + key[1])
     return names, TreeImages(token, distinct, np.array(first, np.int64), np.zeros(0, np.int64))

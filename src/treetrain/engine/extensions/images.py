@@ -66,7 +66,8 @@ class Images(Extension):
             self._attention = attention_of(self._inner)
             # The backward may come in a later run: that of a score, or of a second try after memory ran out.
             with torch.set_grad_enabled(trained and (gradients or torch.is_grad_enabled())):
-                self._encoded = encode_images(self._inner, joined_images(self._images.distinct, self._device))
+                inputs = joined_images(self._images.distinct, self._device)
+                self._encoded = encode_images(self._inner, inputs, self._images)
         self._leaves = []
         for kind in self._encoded.kinds:
             leaf = kind.detach().to(torch.promote_types(kind.dtype, torch.float32))
