@@ -761,7 +761,10 @@ def image_arguments(model: nn.Module, given: Iterable[str]) -> set[str]:
         return images
     from treetrain.models.images import arguments_of, image_encoder, takes_images
 
-    return images & {*arguments_of(image_encoder(model)), IMAGE_TYPES} if takes_images(model) else set()
+    inner = image_encoder(model)
+    if inner is None or not takes_images(model):
+        return set()
+    return images & {*arguments_of(inner), IMAGE_TYPES}
 
 
 def refused_arguments(unknown: Sequence[str]) -> ValueError:
