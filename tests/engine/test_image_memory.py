@@ -18,7 +18,8 @@ from treetrain.testing import linear
 needs_transformers("5.16", "encoders of images return their outputs in other forms")
 PICTURES = [*(image(seed, 8, 8) for seed in range(3)), image(9, 8, 12)]
 ROWS = [row(3, 4, picture, *range(5, 25 + k)) for k, picture in enumerate(PICTURES) for _ in range(2)]
-FAMILIES = [name if name == "Qwen3-VL" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGURATIONS]
+QWEN = [name for name in CONFIGURATIONS if "Qwen" in name]
+FAMILIES = [name if name == "Qwen3-VL" else pytest.param(name, marks=pytest.mark.slow) for name in QWEN]
 
 
 def ready(model: Any) -> Any:
