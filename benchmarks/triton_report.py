@@ -74,13 +74,12 @@ def compiled_head(kernel: Any, dtype: str, *, entropy: bool) -> Any:
 
 def assembled(binary: Any) -> tuple[int, int]:
     """(registers of a thread, bytes that it spills) as the assembler says."""
-    import triton.backends.nvidia as nvidia
+    from triton.backends.nvidia.compiler import get_ptxas  # the one whose PTX this Triton writes
 
-    assembler = Path(nvidia.__file__).parent / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(binary.asm["ptx"])
-        command = [str(assembler), "-v", "--gpu-name=sm_90a", str(source), "-o", os.devnull]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     numbers = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     return tuple(int(found.group(1)) if found else 0 for found in numbers)  # type: ignore[return-value]
