@@ -141,6 +141,14 @@ def test_an_encoder_that_cannot_be_counted_takes_a_budget_in_tokens():
         step(tt.TreeEngine(model, budget=100))
 
 
+def test_an_encoder_that_reads_all_images_in_one_sequence_takes_a_budget_in_tokens():
+    model, picture = image_model("Mistral 3", torch.float32), image(1, family="Mistral 3")
+    rows = [row(3, picture, 4), row(3, picture, 5)]
+    with pytest.raises(tt.UnsupportedModel, match=r"encoder of Mistral3.* all images of a step in one masked sequence"):
+        tt.TreeEngine(model, budget=Bytes(1 << 30)).score(rows)
+    tt.TreeEngine(model, budget=6).score(rows)
+
+
 def test_flash_attention_is_counted_as_torchs_own():
     model = image_model("Qwen2.5-VL", torch.bfloat16)
     distinct = tt.build_tree(ROWS).images.distinct

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from treetrain.data.images import Image
+from treetrain.data.images import SIZES, Image
 from treetrain.device_arrays import on_device
 from treetrain.engine.costs import CPU, is_checkpointed, tallied, without_data
 from treetrain.engine.extension import Extension, ModelPass
@@ -134,6 +134,11 @@ def encoder_memory(model: nn.Module, images: Sequence[Image]) -> Beside | Unsupp
     """
     inner, lm, device = image_encoder(model), causal_lm(model), model_device(model)
     assert inner is not None
+    if SIZES in images[0].inputs:
+        return UnsupportedModel(
+            f"the image encoder of {type(lm).__name__} attends over all images of a step in one masked sequence, whose "
+            "memory grows with the square of their pixels and is not predicted: give the budget in tokens."
+        )
     graph = torch.is_grad_enabled() and is_trained(inner)
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     weights = tuple((p.shape, p.dtype, p.requires_grad) for part in encoder_modules(inner) for p in part.parameters())
