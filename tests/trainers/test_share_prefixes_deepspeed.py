@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_rows_with_images as with_images
 import torch
 import torch.distributed as dist
 import trainer_runs
@@ -25,7 +26,9 @@ from trainer_runs import (
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+import treetrain as tt
 from support.processes import Processes, RankFailed
+from treetrain.engine.extensions.images import Images
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.engine.score import Scored
 from treetrain.trainers import zero_processes
@@ -41,6 +44,19 @@ ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
 """AdamW at a usual rate. At 1e-2 it makes float32's rounding grow 5,000 times in 20 steps, in plain training too: see
 `test_adam_at_a_high_rate_is_as_far_from_itself`."""
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+
+
+def build_images(settings: dict[str, Any], dtype: torch.dtype, _folder: Any, *, lora: bool = False) -> Any:
+    """A Trainer of Qwen3-VL whose rows have images; in order, every batch of eight has some.
+
+    Plain DeepSpeed fails where the rows of one rank have none: it reduces gradients that the other one lacks.
+    """
+    trainer = with_images.plain("Qwen3-VL", settings, dtype, lora)
+    trainer.eval_dataset = trainer.train_dataset[:8]
+    return trainer
+
+
+BUILDERS["images"] = build_images
 
 
 def start(group: Any) -> None:
@@ -91,6 +107,7 @@ def both(
 
 
 FOUR = {"per_device_train_batch_size": 4}
+IN_ORDER = {"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
 TWO = {"gradient_accumulation_steps": 2, **FOUR}
 SFT = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
 CLIPPED = {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **ADAM}
@@ -121,6 +138,8 @@ STAGES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "kto": ((2, 3), FOUR),
     "reward": ((2, 3), FOUR),
     "rloo": ((2, 3), {}),
+    "images, budget": ((2,), {"budget": 20, **IN_ORDER}),
+    "images, accumulated, clipped": ((1,), {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **IN_ORDER}),
 }
 """Cases, each with the stages of ZeRO that it runs under. The first word is the trainer."""
 CASES = {
@@ -148,6 +167,7 @@ def check(processes: Callable[..., list[Any]], case: str, folder: Any, steps: in
     [
         *("plain, stage 2", "sft, offload, stage 2", "plain, one rank without labels, stage 2"),
         *("plain, clipped, budget, stage 3", "sft, lora, clipped, budget, stage 3", "grpo, stage 3"),
+        "images, budget, stage 2",
     ],
 )
 def test_two_processes_train_the_same_with_shared_prefixes(two: Processes, tmp_path, case):
@@ -243,24 +263,35 @@ def reduce_the_last_part_alone(patch: pytest.MonkeyPatch, rank: int) -> None:
     )
 
 
+def drop_the_encoder(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """On rank 0 the gradients of images do not go through their encoder."""
+    around = Images.around
+
+    def without(self: Images, *, graph: bool, backward: bool) -> Any:
+        return around(self, graph=graph, backward=backward and rank > 0)
+
+    patch.setattr(Images, "around", without)
+
+
 MUTANTS = {
-    "a part's gradient": (2, drop_a_part),
-    "a rank's reduction": (2, skip_a_reduction),
-    "a rank's gradient, partitioned": (3, leave_a_rank_out),
-    "all parts but the last, partitioned": (3, reduce_the_last_part_alone),
+    "a part's gradient": ("plain", 2, drop_a_part),
+    "a rank's reduction": ("plain", 2, skip_a_reduction),
+    "an encoder's gradient": ("images", 2, drop_the_encoder),
+    "a rank's gradient, partitioned": ("plain", 3, leave_a_rank_out),
+    "all parts but the last, partitioned": ("plain", 3, reduce_the_last_part_alone),
 }
 
 
 def broken(group: Any, mutant: str, folder: str) -> float:
     """The difference of the updates where something is left out."""
-    stage, change = MUTANTS[mutant]
-    settings = {"budget": 40, "per_device_train_batch_size": 4}
-    plain = run(group, "plain", folder, 2, stage, {}, False, **settings)
+    name, stage, change = MUTANTS[mutant]
+    settings = {"budget": 40, **(IN_ORDER if name == "images" else FOUR)}
+    plain = run(group, name, folder, 2, stage, {}, False, **settings)
     with pytest.MonkeyPatch.context() as patch:
         change(patch, dist.get_rank(group))
         # Without the comparison in the first step, which would see it.
         patch.setattr("treetrain.trainers.share_prefixes.PrefixSharing._check_first_step", lambda *_: None)
-        return difference(run(group, "plain", folder, 2, stage, {}, True, **settings), plain).updates
+        return difference(run(group, name, folder, 2, stage, {}, True, **settings), plain).updates
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -279,6 +310,20 @@ def left_padded(group: Any, name: str, folder: str, stage: int) -> tuple[list[st
 def test_padding_that_positions_count_is_seen_and_rows_by_themselves_go_on(two: Processes, name, stage, tmp_path):
     for found in two.run(left_padded, name, str(tmp_path), stage, timeout=400):
         assert_padding_is_seen(*found)
+
+
+def refused(group: Any, folder: str) -> str:
+    """What share_prefixes says to images on weights that are partitioned."""
+    try:
+        run(group, "images", folder, 1, 3, {}, True, **IN_ORDER)
+    except tt.UnsupportedModel as error:
+        return str(error)
+    return ""
+
+
+def test_partitioned_weights_refuse_images_by_name(two: Processes, tmp_path):
+    for message in two.run(refused, str(tmp_path), timeout=400):
+        assert "rows with images on a model that processes divide among them (FSDP2, ZeRO-3" in message
 
 
 BF16 = {"bf16": {"enabled": True}}

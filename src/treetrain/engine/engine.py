@@ -362,8 +362,8 @@ class TreeEngine:
             self.prepared.beside = encoder_memory(self.model, tree.images.distinct)
             if self.sharing.collective or not self.sharing.passes_with.alone:
                 raise UnsupportedModel(
-                    "rows with images on a model that processes divide among them (fully_shard, tensor or context "
-                    "parallel) have not been verified: use one process, or DistributedDataParallel"
+                    "rows with images on a model that processes divide among them (FSDP2, ZeRO-3, tensor or context "
+                    "parallel) have not been verified: use one process, DistributedDataParallel, or ZeRO-1 or 2"
                 )
 
     def _plan_step(self, step: Step, *, sync: bool, balance: "RouterBalance | None") -> tuple[Step, Plan, Reduces]:
