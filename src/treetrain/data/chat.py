@@ -9,6 +9,8 @@ block that the message does not have, or on the end of a turn that was cut off.
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -21,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.limits import within, within_memory
-from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools, is_number
+from treetrain.data.log_images import PlacedImage, images_in, listed_images
+from treetrain.data.messages import MESSAGE_KEYS, Message, PlaceImage, clean_messages, clean_tools, is_number
 from treetrain.data.records import (
     NO_TOOLS,
     ROW_KEYS,
@@ -40,6 +43,11 @@ from treetrain.errors import DataError, expect, quoted, shortened
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", "model"))
 CHAT_KEYS |= {"advantage", *ROW_KEYS}
 TEXT_KEYS = frozenset(("prompt", "completion", "finish_reason", "advantage", "model", *ROW_KEYS))
+IMAGE_KEYS = ("images", "image", "multi_modal_data")
+"""Keys of the images that a record has beside its messages or token ids."""
+CHAT_KEYS |= set(IMAGE_KEYS)
+IMAGE_TEXT = "<image>"
+"""Stands for an image in a conversation that is inspected."""
 CHATML_END = "<|im_end|>"
 ENDED = ("stop", "end_turn", "eos")
 """Finish reasons of texts that the model ended itself."""
@@ -108,12 +116,18 @@ class ChatReader:
             notes.unused_keys(unknown(record, TEXT_KEYS))
             return [_text_row(renderer, record, notes, facts)]
         notes.unused_keys(unknown(record, CHAT_KEYS))
-        images: list[str] = []
-        messages = clean_messages(record["messages"], notes, images if settings.images == "key" else None)
+        keys: list[str] = []
+        placed: list[PlacedImage] = []
+        listed = [] if settings.image_reader is None else listed_images(record)
+        messages = clean_messages(record["messages"], notes, self._place_image(keys, placed, listed))
+        if listed:  # as TRL does where messages do not say where images stand
+            messages = self._placed_first(messages, placed, listed)
+        if images_in(messages, placed) != len(placed):
+            raise DataError("messages have images at places that are not known; prepare the rows yourself")
         messages = [*_system(record, messages), *messages]
         messages = [_with_advantage(one, record) if one["role"] == "assistant" else one for one in messages]
-        if images:
-            facts["key"] = " ".join(str(one) for one in (facts["key"], *images) if one is not None)
+        if keys:
+            facts["key"] = " ".join(str(one) for one in (facts["key"], *keys) if one is not None)
             notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
         own = clean_tools(record.get("tools") or record.get("functions"))
         tools = None if settings.tools == NO_TOOLS else own or settings.tools
@@ -141,8 +155,50 @@ class ChatReader:
             raise DataError(f"`train` is {quoted(train)}, expected 'all' or 'last'")
         only_last = (train or settings.train) == "last"
         if settings.view == "transcript" and not only_last:
-            return [_transcript(renderer, messages, tools, notes, facts)]
-        return _calls(renderer, messages, tools, notes, facts, only_last)
+            return [_transcript(renderer, messages, tools, notes, facts | self._images(placed))]
+        rows = _calls(renderer, messages, tools, notes, facts, only_last)
+        if not placed:
+            return rows
+        # Every call has the images of the messages before its answer.
+        places = {id(message): place for place, message in enumerate(messages)}
+        numbers = (images_in(messages[: places[id(row.messages[0])]], placed) for row in rows)
+        return [
+            dataclasses.replace(row, facts=row.facts | self._images(placed[:number]))
+            for row, number in zip(rows, numbers)
+        ]
+
+    def _place_image(self, keys: list[str], placed: list[PlacedImage], listed: list[Any]) -> PlaceImage | None:
+        """What takes the place of an image; digests of images go to `keys`, images for the model to `placed`."""
+
+        def key(part: Any, _here: str) -> str:
+            keys.append(hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16])
+            return IMAGE_TEXT
+
+        def place(part: Any, here: str) -> str:
+            assert reader is not None
+            placed.append(reader.place(part, listed, self.renderer, here))
+            return placed[-1].text
+
+        reader = self.settings.image_reader
+        return key if self.settings.images == "key" else None if reader is None else place
+
+    def _placed_first(self, messages: list[Message], placed: list[PlacedImage], listed: list[Any]) -> list[Message]:
+        """The messages with the listed images at the beginning of the first one of the user."""
+        reader = self.settings.image_reader
+        first = next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
+        if placed or first is None or reader is None:
+            places = f"places for {len(placed)} of them" if placed else "no message of a user for them"
+            raise DataError(f"the record lists {len(placed) + len(listed)} images, and its messages have {places}")
+        placed += [reader.prepare(one, self.renderer, f"image {number}") for number, one in enumerate(listed)]
+        text = "".join(one.text for one in placed) + messages[first]["content"]
+        return [*messages[:first], messages[first] | {"content": text}, *messages[first + 1 :]]
+
+    def _images(self, placed: Sequence[PlacedImage]) -> dict[str, Any]:
+        """The images as arguments of `Trajectory`."""
+        reader = self.settings.image_reader
+        if not placed or reader is None:
+            return {}
+        return {"images": tuple(tile for one in placed for tile in one.tiles), "image_token": reader.token}
 
 
 def _system(record: Record, messages: list[Message]) -> list[Message]:

@@ -10,10 +10,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from treetrain.data.chat import ChatReader, ChatRow
+from treetrain.data.chat import IMAGE_KEYS, ChatReader, ChatRow
 from treetrain.data.files import read_records
 from treetrain.data.formats import FORMATS
 from treetrain.data.formats.tokens import trajectory_from_token_row
+from treetrain.data.log_images import ImageReader
 from treetrain.data.messages import clean_tools, read_tools
 from treetrain.data.once import Count, checked_count, count_once
 from treetrain.data.records import (
@@ -42,7 +43,6 @@ OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
 PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", "first_id", "last_id", "links"}
 """The keys of a page of an API that holds records under `data`."""
-IMAGE_KEYS = ("images", "image", "multi_modal_data")
 TOKENISED_TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
 
@@ -84,7 +84,8 @@ def load(
 
     Args:
         path: one file or folder, or several of one format: JSONL, JSON, Parquet or Arrow, plain or compressed.
-        tokenizer: a transformers tokenizer; not needed for formats that hold token ids.
+        tokenizer: a transformers tokenizer, or a processor, which also prepares the images of conversations; not
+            needed for formats that hold token ids.
         format: a name in docs/data.md, an entry point of the group `treetrain.formats`, or "auto": detected from the
             first record.
         view: one row per conversation ("transcript") or one row per LLM call ("calls").
@@ -96,7 +97,7 @@ def load(
         where: paths in a call or its record, and the text of the value that the calls to be read have there, e.g.
             `{"model": "policy"}` in a trace with the calls of a judge.
         images: "key" replaces each image in a conversation by the text `<image>`, and keeps rows with different images
-            apart. This is for inspecting such logs, since images do not enter the model.
+            apart. This is for inspecting such logs without a processor.
         on_error: "skip" leaves out records that cannot be used, and lists them in `LoadedFile.skipped`.
         vocab_size: reject token ids at or above this.
         max_positions: reject rows with more tokens than this.
@@ -117,12 +118,20 @@ def load(
         raise DataError("no file given; pass at least one file")
     expect("map", map or {}, Mapping, "a dictionary such as {'reward': 'result.score'}")
     schemas = _tools_of(tools)
-    settings = ReadSettings(
-        tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
-    )
+    settings = _settings(tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images)
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
     found = (found for path in paths for found in read_records(path, reading.notes))
     return reading.finished(collect(reading.rows(found, f"{paths[0]}: {NOTHING}", getattr(collect, "wants", None))))
+
+
+def _settings(tokenizer: Any, *, chat_template: str | None, images: Any = "refuse", **others: Any) -> ReadSettings:
+    """The settings; a processor becomes its tokenizer, and a reader of images."""
+    reader = None
+    if hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer"):
+        reader = ImageReader(tokenizer) if images == "refuse" else None
+        chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        tokenizer = tokenizer.tokenizer
+    return ReadSettings(tokenizer=tokenizer, chat_template=chat_template, images=images, image_reader=reader, **others)
 
 
 def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
@@ -155,9 +164,7 @@ def from_messages(
     Raises:
         DataError: a row that cannot be used; the message names its number and field.
     """
-    settings = ReadSettings(
-        tokenizer=tokenizer, view=view, train=train, tools=_tools_of(tools), chat_template=chat_template
-    )
+    settings = _settings(tokenizer, view=view, train=train, tools=_tools_of(tools), chat_template=chat_template)
 
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
         expect("rows", rows, (), "a list of records or of conversations (files: tt.load)")
@@ -438,10 +445,12 @@ class _Reading:
         images = [row[name] for name in IMAGE_KEYS if row.get(name)]
         if not images:
             return row
+        if self.settings.image_reader is not None and "messages" in row:
+            return row
         if self.settings.images == "refuse":
             raise DataError(
-                "the record has images, which do not enter the model; --images key keeps rows with different images "
-                "apart, to inspect them"
+                "the record has images, which in Python a processor as the tokenizer prepares in conversations; "
+                "--images key keeps rows with different images apart, to inspect them"
             )
         digest = hashlib.sha256(repr(images).encode("utf-8", "replace")).hexdigest()[:16]
         rest = {name: value for name, value in row.items() if name not in IMAGE_KEYS}

@@ -4,10 +4,9 @@ Content may be text or a list of parts: those of OpenAI's two APIs, of Anthropic
 `reasoning_content`, calls become `tool_calls`, and every tool result a message of its own.
 """
 
-import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from treetrain.data.records import (
@@ -26,6 +25,7 @@ from treetrain.data.records import (
 from treetrain.errors import DataError, quoted
 
 Message = dict[str, Json]
+PlaceImage = Callable[[Json, str], str]
 
 ROLES = ("system", "user", "assistant", "tool")
 # Other names of the same roles. Templates know only the four above and skip others silently.
@@ -58,21 +58,20 @@ LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool
 LANGCHAIN_ROLES |= {f"{name.capitalize()}Message": role for name, role in LANGCHAIN_ROLES.items()}
 LANGCHAIN_ROLES |= {f"{name}Chunk": role for name, role in LANGCHAIN_ROLES.items() if name.endswith("Message")}
 IMAGE_PARTS = ("image", "image_url", "input_image")
-IMAGE_TEXT = "<image>"
 
 
-def clean_messages(messages: Json, notes: Notes, images: list[str] | None = None) -> list[Message]:
+def clean_messages(messages: Json, notes: Notes, place_image: PlaceImage | None = None) -> list[Message]:
     """Normalise messages for templates: text content, tool-call arguments as objects, no null fields.
 
     Args:
-        images: receives a digest of every image, whose place in the text becomes `<image>`; None refuses images.
+        place_image: gives the text in the place of an image, from its part and where it is; None refuses images.
 
     Raises:
         DataError: an unknown role, content that is not text, bad tool calls; the message names the index.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(f"`messages` is {quoted(messages)}, expected a list with at least one message")
-    return [clean for where, one in _steps(messages, notes) for clean in _clean(one, where, notes, images)]
+    return [clean for where, one in _steps(messages, notes) for clean in _clean(one, where, notes, place_image)]
 
 
 def _steps(messages: list[Json], notes: Notes) -> Iterator[tuple[str, Json]]:
@@ -130,7 +129,7 @@ def _ui_steps(message: Record, where: str, notes: Notes) -> Iterator[Message]:
             said.append(part)
 
 
-def _clean(message: Json, where: str, notes: Notes, images: list[str] | None) -> Iterator[Message]:
+def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | None) -> Iterator[Message]:
     """The message, and before it a message for every tool result in it."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {quoted(message)}, expected an object with `role` and `content`")
@@ -168,7 +167,7 @@ def _clean(message: Json, where: str, notes: Notes, images: list[str] | None) ->
             texts, results = [], results + 1
             value = first_of(part, "content", "response", "result", "output", "tools")
             name = first_of(part, "tool_use_id", "toolUseId", "call_id", "id")
-            result = {"role": "tool", "content": _result(value, here, images)}
+            result = {"role": "tool", "content": _result(value, here, place_image)}
             yield result if name is None else result | {"tool_call_id": name}
         elif kind in CALL_PARTS:
             arguments = first_of(part, "input", "arguments", "args")
@@ -177,7 +176,7 @@ def _clean(message: Json, where: str, notes: Notes, images: list[str] | None) ->
         elif kind == "redacted_thinking":
             notes.add("redacted thinking is not in the log, so it is not in the row", where)
         else:
-            (thoughts if kind in REASONING_PARTS else texts).append(_part(part, kind, here, images))
+            (thoughts if kind in REASONING_PARTS else texts).append(_part(part, kind, here, place_image))
     if thoughts:
         cleaned["reasoning_content"] = "\n".join(thoughts)
     elif "reasoning_content" not in cleaned and (reasoning := first_of(message, *REASONING_KEYS)) is not None:
@@ -245,18 +244,21 @@ def _typed(part: Json) -> Json:
     return {**(held if isinstance(held, Mapping) else {"content": held}), "type": KEYED_PARTS[name]}
 
 
-def _part(part: Json, kind: Json, here: str, images: list[str] | None) -> str:
+def _part(part: Json, kind: Json, here: str, place_image: PlaceImage | None) -> str:
     is_image = kind in IMAGE_PARTS or (kind in ("blob", "uri", "file") and part.get("modality") == "image")
-    if is_image and images is not None:
-        images.append(hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16])
-        return IMAGE_TEXT
+    if is_image and place_image is not None:
+        return place_image(part, here)
     text = None
     if kind in (*TEXT_PARTS, *REASONING_PARTS):
         text = first_of(part, "text", "content", "thinking", "reasoning", "refusal", "summary")
         if isinstance(text, list):  # the summary of the responses API
-            text = "\n".join(_part(one, _kind_of(one), here, images) for one in text)
+            text = "\n".join(_part(one, _kind_of(one), here, place_image) for one in text)
     if not isinstance(text, str):
-        hint = "; --images key keeps rows with images apart, to inspect them" if is_image else ""
+        hint = (
+            "; in Python a processor as the tokenizer prepares images, and --images key inspects them"
+            if is_image
+            else ""
+        )
         raise DataError(f"{here} is of type {quoted(kind)}; only text parts can be trained on{hint}")
     return text
 
@@ -265,12 +267,12 @@ def _kind_of(part: Json) -> Json:
     return first_of(part, "type", "part_kind", "block_type") if isinstance(part, Mapping) else None
 
 
-def _result(value: Json, here: str, images: list[str] | None) -> str:
+def _result(value: Json, here: str, place_image: PlaceImage | None) -> str:
     """A tool's result as text: text parts are joined, other values written as JSON."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(look_up(part, "type"), str) for part in value):
-        return "".join(_part(part, _kind_of(part), here, images) for part in value)
+        return "".join(_part(part, _kind_of(part), here, place_image) for part in value)
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
+from treetrain.data.log_images import ImageReader
 from treetrain.errors import DataError, quoted
 
 Json = Any
@@ -90,6 +91,8 @@ class ReadSettings:
     chat_template: str | None = None
     train: Literal["all", "last"] = "all"
     images: Literal["refuse", "key"] = "refuse"
+    image_reader: ImageReader | None = None
+    """Prepares the images of conversations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
