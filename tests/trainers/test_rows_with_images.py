@@ -34,7 +34,7 @@ SPECIAL = {"Mistral 3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "InternVL": ["<co
 """The tokens of images, first the one that stands for an image; those of Qwen in other families."""
 PLACES = {"Mistral 3": "[IMG]", "InternVL": "<context>"}
 PLACE = "<|vision_start|> <|image_pad|> <|vision_end|>"
-OTHERS = ("Qwen2-VL", "Qwen2.5-VL", "Qwen3.5", "Qwen3-VL MoE", "InternVL")
+OTHERS = ("Qwen2-VL", "Qwen2.5-VL", "Qwen3.5", "Qwen3-VL MoE", "Mistral 3", "InternVL")
 PAD = len(runs.SPECIAL) + runs.WORDS
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }} {% else %}"
@@ -164,9 +164,7 @@ def plain(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen3-VL", "Mistral 3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", ["Qwen3-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 @pytest.mark.parametrize(
     "build, lora", [(sft, False), (plain, False), pytest.param(dpo, True, marks=pytest.mark.slow), (grpo, True)]
 )
