@@ -76,4 +76,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--focus", type=float, default=0.0, help="how much unlikely tokens count more")
-    main(**vars(parser.parse_args()))
+    main(**vars(parser.parse_args())).accelerator.end_training()  # ends the process group

@@ -79,4 +79,4 @@ if __name__ == "__main__":
     parser.add_argument("--warm-steps", type=int, default=110, help="of supervised fine-tuning, without --model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="folder of a trained model, such as examples.trl_sft --output writes")
-    main(**vars(parser.parse_args()))
+    main(**vars(parser.parse_args())).accelerator.end_training()  # ends the process group

@@ -97,4 +97,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default="runs/trl_sft", help="folder for the model")
     options = parser.parse_args()
-    main(**vars(options)).save_model()
+    trainer = main(**vars(options))
+    trainer.save_model()
+    trainer.accelerator.end_training()  # ends the process group
