@@ -20,6 +20,7 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 from trainer_runs import BUILDERS, Run, difference, train
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from support.fsdp_on_cpus import let_accelerate_shard, needs_sharding_on_cpus
 from treetrain.engine.extensions.process_group import is_sharded
@@ -66,6 +67,7 @@ def run(file: Path, folder: Path, rank: int, size: int, **settings: Any) -> Run:
     environment |= {"LOCAL_WORLD_SIZE": str(size), "DS_ACCELERATOR": "cpu"}
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    unset_hf_deepspeed_config()
     if environment.get("FSDP_VERSION") == "1":  # which looks for a GPU when it copies weights from the first process
         environment |= {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     if environment.get("ACCELERATE_USE_FSDP"):
