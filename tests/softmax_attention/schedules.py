@@ -1,11 +1,14 @@
 """Coverage of an attention schedule, counted pair by pair; forests given by each token's parent."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from treetrain.softmax_attention.reference import visible
 from treetrain.softmax_attention.schedule import Forest, Schedule
+from treetrain.testing.linear import relative_error
 from treetrain.tree.layout import segments
 
 
@@ -131,3 +134,13 @@ def _leg(rng: np.random.Generator, size: int) -> list[int]:
         parent.append(path[-1] if path else -1)
         path.append(token)
     return parent
+
+
+def errors_of_each(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+    """Relative errors of an output and its gradients.
+
+    Where a gradient must be 0, as those of the scores where every token sees one key, it is compared with the output's
+    size: whether rounding leaves exactly 0 depends on the processor.
+    """
+    scale = float(expected[0].double().norm())
+    return [relative_error(a, b) if b.any() else float(a.double().norm()) / scale for a, b in zip(found, expected)]

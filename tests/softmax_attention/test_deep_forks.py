@@ -13,6 +13,7 @@ from schedules import (
     check,
     comb,
     combs,
+    errors_of_each,
     first_pass,
     forest_from_parents,
     pairs_computed,
@@ -27,7 +28,6 @@ from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import Forest, ForkBlocks, Schedule, fork_blocks, make_schedule, path_tops
 from treetrain.testing.forests import runs, seeded
-from treetrain.testing.linear import relative_error
 
 CALL_PAIRS = (0.0, 64.0, 2e3, 1e5)
 
@@ -187,7 +187,7 @@ def outputs(forest: Forest, dtype: torch.dtype, call_pairs: float) -> list[float
 
     expected = both_ways(lambda q, k, v: reference_attention(q, k, v, ends, 0.4), exact)
     got = both_ways(lambda q, k, v: attention(q, k, v, 0.4), [x.to(dtype) for x in exact])
-    return [relative_error(a, b) for a, b in zip(got, expected)]
+    return errors_of_each(got, expected)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])

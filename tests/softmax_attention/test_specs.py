@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from parts_by_hand import PartsByHand, Tensors
+from schedules import errors_of_each
 
 from support.plans import KEEPS, attention_forest, one_segment_per_part, uniform
 from treetrain.softmax_attention import rectangles
@@ -74,7 +75,7 @@ def whole_errors(forest: Forest, tensors: Tensors, spec: AttentionSpec, call_pai
     attention = RectangleAttention(forest, call_pairs=call_pairs)
     got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, spec, sinks), tensors)
     expected = by_reference(forest.ends, forest.depth, [t.double() for t in tensors], spec)
-    return [relative_error(a, b) for a, b in zip(got, expected)]
+    return errors_of_each(got, expected)
 
 
 @pytest.mark.parametrize("name", SPECS)

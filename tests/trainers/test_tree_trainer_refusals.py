@@ -5,7 +5,9 @@ import torch
 
 from support.tree_runs import branching_rows, make_arguments, run, small_model
 from treetrain import losses
+from treetrain.engine.engine import TreeEngine
 from treetrain.errors import DataError, UnsupportedModel
+from treetrain.trainers.first_step import compare_rows
 from treetrain.trainers.tree_trainer import TreeTrainer
 
 
@@ -82,3 +84,11 @@ def test_weights_that_are_no_numbers_end_the_run_before_the_update() -> None:
     with pytest.raises(FloatingPointError, match=r"not finite before step 1 \(model\.norm\.weight\)"):
         run(model, branching_rows(), max_steps=1)
     assert torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_the_comparison_of_the_first_step_names_weights_that_are_no_numbers() -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match=r"differ by nan .* plain model are not finite: model\.norm\.weight is not"):
+        compare_rows(TreeEngine(model), branching_rows())

@@ -8,13 +8,14 @@ tree are computed beforehand, by the same function, and handed to the forward in
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from treetrain.data.images import GRID, IMAGE_INPUTS, IMAGE_TYPES, SIZES, Image
 from treetrain.data.trajectory import Trajectory
@@ -37,6 +38,14 @@ class ImageFeatures(NamedTuple):
     kinds: list[Float[Tensor, "F hidden"]]
     as_tensor: list[bool]
     """For each kind, whether the model's own function returns it as one tensor, and not as one for each image."""
+
+
+@dataclass
+class _FeaturesGiven(ModelOutput):
+    """What a model's forward reads of ``get_image_features``. It returns these as a part of its own output."""
+
+    pooler_output: Tensor | tuple[Tensor, ...] | None = None
+    deepstack_features: list[Tensor | tuple[Tensor, ...]] | None = None
 
 
 class ImageModel(Protocol):
@@ -229,9 +238,9 @@ def _configs(inner: ImageModel) -> list[Any]:
 def features_given(inner: ImageModel, take: Callable[[], ImageFeatures]) -> Iterator[None]:
     """Within the block the model's forward takes the features of the tokens of a pass from `take`."""
 
-    def get_image_features(*_args: object, **_kwargs: object) -> SimpleNamespace:
+    def get_image_features(*_args: object, **_kwargs: object) -> _FeaturesGiven:
         first, *deep = [kind if whole else (kind,) for kind, whole in zip(*take())]
-        return SimpleNamespace(pooler_output=first, deepstack_features=deep)
+        return _FeaturesGiven(first, deep)
 
     with replaced(inner, get_image_features=get_image_features):
         yield

@@ -385,7 +385,8 @@ def _tree_forward(
             "activation checkpointing is around it alone (put it around whole layers), so it cannot be told which "
             "token follows which."
         )
-    if attention_mask is not None or cache_params is not None or kwargs.get("past_key_values") is not None:
+    caches = cache_params, kwargs.get("past_key_values"), kwargs.get("cache")
+    if attention_mask is not None or any(cache is not None for cache in caches):
         raise UnsupportedModel(f"{name} is given a mask or a cache, which a tree has no place for.")
     if hidden_states.shape[:2] != (1, run.tokens):
         raise UnsupportedModel(

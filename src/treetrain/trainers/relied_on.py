@@ -14,7 +14,7 @@ from importlib import import_module
 from packaging.version import Version
 from torch import nn
 
-TESTED = {"transformers": ("5.3", "5.23"), "trl": ("1.15", "1.16")}
+TESTED = {"transformers": ("5.3", "5.24"), "trl": ("1.15", "1.16")}
 """The oldest and the newest version of each package that the tests run with."""
 Members = Mapping[str, Sequence[str]]
 """Names of methods, and the parameters that each must have."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=Trainer)
 ASYNC_GRPO_ATTENTION = "tree_fa3"
 """The attention implementation that TRL sets on the model of an `AsyncGRPOTrainer`; its kernel is for Hopper GPUs."""
+CACHES = ("past_key_values", "cache")
+"""Names of the model's argument for the keys and values of a generation: before transformers 5.24, and since."""
 KNOWN_ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict", "output_router_logits"),
     *("num_items_in_batch", "fused_lm_head", "seq_idx"),
@@ -444,7 +446,7 @@ class PrefixSharing:
 
     def _asks_for(self, args: tuple, kwargs: ModelInputs) -> str:
         """Tell whether a call asks for `SCORES`, from a tree, for the model's own `OUTPUT`, or `LATER` for scores."""
-        rows = kwargs.get("input_ids") is not None and kwargs.get("past_key_values") is None
+        rows = kwargs.get("input_ids") is not None and all(kwargs.get(name) is None for name in CACHES)
         if not rows or self.wants_logits:
             return OUTPUT  # it generates, or wants logits for an evaluation
         labels = kwargs.get("labels") is not None
