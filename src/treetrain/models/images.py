@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from treetrain.data.images import GRID, IMAGE_INPUTS, IMAGE_TYPES, SIZES, Image
 from treetrain.data.trajectory import Trajectory
