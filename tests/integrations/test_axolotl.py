@@ -1,92 +1,95 @@
 """Axolotl's own trainer with and without the plugin, built by Axolotl from a configuration, on a CPU."""
 
+import importlib.util
+import json
 import os
-import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-os.environ.setdefault("AXOLOTL_DO_NOT_TRACK", "1")
 pytest.importorskip("axolotl", reason="axolotl is not installed; it needs an environment of its own: make test-axolotl")
 
-from axolotl.core.builders.causal import HFCausalTrainerBuilder
 from axolotl.integrations.base import PluginManager
 from axolotl.integrations.config import merge_input_args
 from axolotl.utils.dict import DictDefault
-from datasets import Dataset
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from axolotl_runs import PLUGIN, trained
 
-from treetrain.trainers.groups import group_batches
-
-PLUGIN = "treetrain.integrations.axolotl.TreePlugin"
-SETTINGS = {
-    "base_model": "none",
-    "model_config_type": "qwen3",
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "learning_rate": 0.1,
-    "optimizer": "sgd",
-    "lr_scheduler": "constant",
-    "max_steps": 3,
-    "sequence_len": 64,
-    "logging_steps": 1,
-    "include_tkps": True,
-    "val_set_size": 0,
-    "num_epochs": 1,
-    "save_strategy": "no",
-    "eval_strategy": "no",
+FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_config": {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
+        "reshard_after_forward": True,
+        "state_dict_type": "FULL_STATE_DICT",
+    },
 }
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; make test-axolotl installs it"
+)
 
 
-def rows() -> list[dict[str, Any]]:
-    """Six prompts with four answers each, in an order that mixes them."""
-    draw, found = random.Random(0), []
-    for _ in range(6):
-        prompt = [draw.randrange(1, 64) for _ in range(12)]
-        for _ in range(4):
-            answer = [draw.randrange(1, 64) for _ in range(draw.randrange(2, 7))]
-            ids = prompt + answer
-            found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100] * 12 + answer})
-    draw.shuffle(found)
-    return found
-
-
-def trained(folder: Path, *plugins: str, **changes: Any) -> Any:
-    """The trainer that Axolotl builds from a configuration, after three steps."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=4, num_key_value_heads=2))
-    words = models.WordLevel({str(i): i for i in range(64)}, unk_token="0")
-    settings = DictDefault({**SETTINGS, "plugins": list(plugins), "output_dir": str(folder), **changes})
-    manager = PluginManager.get_instance()
-    manager.plugins.clear()
-    manager.cfg = settings
-    for name in plugins:
-        manager.register(name)
-    builder = HFCausalTrainerBuilder(
-        settings, model, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0")
-    )
-    builder.train_dataset, builder.eval_dataset = Dataset.from_list(rows()), None
-    trainer = builder.build(3)
-    manager.post_trainer_create(settings, trainer)
-    if not plugins:
-        group_batches(trainer)
-    trainer.train()
-    return trainer
+def check(tree: list[dict[str, float]], plain: list[dict[str, float]], names: tuple[str, ...]) -> None:
+    assert len(plain) > 3
+    for ours, theirs in zip(tree[:3], plain[:3], strict=True):
+        assert ours["tree/overlap"] > 0.3
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
 
 
 def test_losses_norms_and_weights_are_axolotls(tmp_path: Path) -> None:
     plain = trained(tmp_path)
     tree = trained(tmp_path, PLUGIN, tree_groups="input_ids", tree_budget=20)
-    for ours, theirs in zip(tree.state.log_history[:3], plain.state.log_history[:3], strict=True):
-        assert ours["tree/overlap"] > 0.3 and ours["tree/parts"] > 1
-        for name in ("loss", "grad_norm", "tokens/trainable"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+    check(tree.state.log_history, plain.state.log_history, ("loss", "grad_norm", "tokens/trainable"))
+    assert all(ours["tree/parts"] > 1 for ours in tree.state.log_history[:3])
     for ours, theirs in zip(tree.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def on_two_processes(folder: Path, **settings: Any) -> dict[str, Any]:
+    """What process 0 logged, and the weights."""
+    folder.mkdir()
+    script = Path(__file__).with_name("axolotl_runs.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(script), str(folder), json.dumps(settings)]
+    path = os.environ["PATH"] + os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
+    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return torch.load(folder / "outcome.pt", weights_only=True)
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """What Axolotl's deepspeed_configs/zero1.json to zero3.json say, without the offload, which needs a GPU."""
+    return {
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        **{name: {"enabled": "auto"} for name in ("bf16", "fp16")},
+        **dict.fromkeys(
+            (
+                *("gradient_accumulation_steps", "gradient_clipping"),
+                *("train_batch_size", "train_micro_batch_size_per_gpu"),
+            ),
+            "auto",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
+)
+def test_two_processes_of_torchrun_train_as_axolotls(kind: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "optimizer": "adamw_torch"}
+    settings |= {"max_grad_norm": 0.5, "max_steps": 3}
+    settings |= {"ddp": {"ddp_backend": "gloo"}, "fsdp2": FSDP2}.get(kind) or {"deepspeed": zero(int(kind[-1]))}
+    plain = on_two_processes(tmp_path / "plain", **settings)
+    tree = on_two_processes(tmp_path / "tree", **settings, plugins=[PLUGIN], tree_groups="input_ids", tree_budget=20)
+    check(tree["log"], plain["log"], ("loss", "grad_norm"))
+    assert tree["weights"].keys() == plain["weights"].keys()
+    for name, theirs in plain["weights"].items():
+        torch.testing.assert_close(tree["weights"][name], theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_settings_are_part_of_axolotls_configuration_and_packing_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def let_accelerate_shard() -> None:
 
 
 def _init(state: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-    if fsdp_plugin is not None and PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+    if fsdp_plugin is not None and PartialState(cpu=True).distributed_type == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     _make(state, *args, fsdp_plugin=fsdp_plugin, **options)
     assert fsdp_plugin is None or state.distributed_type == DistributedType.FSDP
