@@ -94,27 +94,25 @@ class ModelState(NamedTuple):
             for module in root.modules() if isinstance(root, nn.Module) else ():  # other heads are refused later
                 fields, holder = vars(module), id(module)
                 checked[holder, "__class__"] = type(module)
+                adapted = "_active_adapter" in fields
                 for name, value in fields.items():
-                    plain, of_adapter = isinstance(value, _PLAIN), name in _OF_ADAPTERS
-                    if plain or of_adapter:
+                    plain = isinstance(value, _PLAIN)
+                    if plain or name in _OF_ADAPTERS:
                         kind = checked if name[0] == "_" or name in _WITHOUT_EFFECT else settings
-                        kind = switches if of_adapter and "_active_adapter" in fields else kind
+                        kind = switches if adapted and name in _OF_ADAPTERS else kind
                         kind[holder, name] = value if plain else repr(value)
                     elif isinstance(value, dict) and (name[0] != "_" or "drop" in name):
                         checked[holder, name] = repr(value)
                     elif name in ("config", "forward", "_compiled_call_impl"):
                         checked[holder, name] = id(value)
                         alive.append(value)
-                before, after = (
-                    [
-                        number
-                        for number, hook in fields[kind].items()
-                        if getattr(hook, "__code__", None) not in _HARMLESS
-                    ]
-                    for kind in ("_forward_pre_hooks", "_forward_hooks")
-                )
-                if before or after:
-                    hooks[holder] = (*before, -1, *after)
+                if fields["_forward_pre_hooks"] or fields["_forward_hooks"]:
+                    before, after = (
+                        [n for n, hook in own.items() if getattr(hook, "__code__", None) not in _HARMLESS]
+                        for own in (fields["_forward_pre_hooks"], fields["_forward_hooks"])
+                    )
+                    if before or after:
+                        hooks[holder] = (*before, -1, *after)
                 for name, p in fields["_parameters"].items():
                     if p is not None:
                         packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
