@@ -10,6 +10,7 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
+from treetrain.engine.extensions import token_mixing
 from treetrain.errors import UnsupportedModel
 from treetrain.testing import linear
 
@@ -203,3 +204,41 @@ def test_a_hook_is_not_accepted_by_a_call_in_which_it_could_not_mix(when):
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp .* mixes tokens"):
         engine.forward_backward(ROWS, tt.losses.sft())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.fixture
+def examined(monkeypatch) -> list[nn.Module]:
+    """The models whose layers are examined."""
+    plain, models = token_mixing.token_mixing_checked, []
+
+    def checked(engine):
+        models.append(engine.model)
+        return plain(engine)
+
+    monkeypatch.setattr(token_mixing, "token_mixing_checked", checked)
+    return models
+
+
+def test_a_model_is_examined_once_with_gradients_and_once_without(examined):
+    engine = tt.TreeEngine(make_model("qwen3").train())
+    for _ in range(3):
+        engine.score(ROWS)
+        engine.logprobs(ROWS)
+    assert len(examined) == 2
+
+
+def test_the_hook_by_which_embeddings_require_gradients_needs_no_look_however_often_it_is_set(examined):
+    model = make_model("qwen3").train()
+    engine = tt.TreeEngine(model)
+    for _ in range(3):  # as TRL's trainers do whenever they have generated
+        engine.score(ROWS)
+        model.enable_input_require_grads()
+    assert len(examined) == 1
+
+    def make_inputs_require_grads(module, args, output):
+        output.requires_grad_(True)
+        return centred(module, args, output)
+
+    model.model.embed_tokens.register_forward_hook(make_inputs_require_grads)
+    with pytest.raises(UnsupportedModel, match=r"embed_tokens .*make_inputs_require_grads mixes tokens"):
+        engine.score(ROWS)

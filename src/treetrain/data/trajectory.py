@@ -136,7 +136,9 @@ class Trajectory:
                     hash(value)
                 except TypeError as error:
                     raise DataError(f"{name} is a {type(value).__name__}; give a string, number or tuple") from error
-            facts.update(names, ids=token_ids, reward=_reward(reward), chosen=_chosen(chosen))
+            facts.update(names, ids=token_ids)
+            facts["reward"] = None if reward is None else _reward(reward)
+            facts["chosen"] = None if chosen is None else _chosen(chosen)
             facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
             facts["images"] = () if images is None else checked_images(images, image_token, token_ids)
             facts["image_token"] = image_token
@@ -274,9 +276,7 @@ def _experts(experts: ArrayLike, length: int) -> Int16[np.ndarray, "L layers k"]
     return np.array(array, np.int16, order="C")
 
 
-def _reward(reward: float | None) -> float | None:
-    if reward is None:
-        return None
+def _reward(reward: float) -> float:
     try:
         value = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError, OverflowError):
@@ -286,7 +286,7 @@ def _reward(reward: float | None) -> float | None:
     return value
 
 
-def _chosen(chosen: bool | None) -> bool | None:
-    if chosen is None or isinstance(chosen, bool | np.bool_):
-        return None if chosen is None else bool(chosen)
+def _chosen(chosen: bool) -> bool:
+    if isinstance(chosen, bool | np.bool_):
+        return bool(chosen)
     raise DataError(f"chosen is {quoted(chosen)}, expected True, False or None")

@@ -55,9 +55,6 @@ class DeferredGradient(Tensor):
         made.waits_for = dict.fromkeys(waits_for)
         return made
 
-    def __init__(self, parameter: nn.Parameter, waits_for: "Iterable[Deferral]" = ()):
-        pass
-
     def settle(self) -> None:
         """Have all gradients run through their trees, or raise RuntimeError."""
         with torch.inference_mode(False), torch.enable_grad():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.engine_model import EngineModel
+from treetrain.engine.engine_model import EngineModel, ModelState
 from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension, LossExtension, Reduces
 from treetrain.engine.facts import Metrics
@@ -158,8 +158,8 @@ class TreeEngine:
             compile_layers=compile_layers,
         )
         self.sharing.check_model(self.prepared.capabilities)
-        self._accepted: object = None
-        """The state of the model whose adapters, hooks and forwards have been accepted, and whether with gradients."""
+        self._accepted: dict[bool, ModelState] = {}
+        """The state of the model whose adapters, hooks and forwards were accepted last, without and with gradients."""
 
     # ---- the model and its plans
 
@@ -660,7 +660,8 @@ class TreeEngine:
 
     def _layers_checked(self) -> AbstractContextManager[None]:
         """Around a call: check adapters, hooks and forwards of users that have not been checked before."""
-        if self._accepted == (self.prepared.state, torch.is_grad_enabled()) and not self.sharing.collective:
+        accepted = self._accepted.get(torch.is_grad_enabled())
+        if accepted == self.prepared.state and not self.sharing.collective:
             return nullcontext()
         return self._layers_tried()
 
@@ -672,4 +673,4 @@ class TreeEngine:
         with token_mixing_checked(self.prepared) as unseen:
             yield
         if not unseen:
-            self._accepted = self.prepared.state, graph
+            self._accepted[graph] = self.prepared.state

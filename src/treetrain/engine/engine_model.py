@@ -10,12 +10,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
 from treetrain.engine import lm_head
 from treetrain.engine.extension import Extension, Reduces
@@ -69,80 +71,76 @@ such as two experts that exchange their biases."""
 
 
 class ModelState(NamedTuple):
-    """The settings of a model at one moment: all that its checks read."""
+    """The settings of a model at one moment, by name and the address of the module or configuration that holds them."""
 
-    settings: dict[int, dict[str, object]]
-    """By the address of each module and configuration: its numbers, strings, flags and adapters, and the kinds of its
-    weights."""
-    hooks: list[int]
-    """The numbers of the forward hooks by module. A hook that a trainer sets anew in every step gets a new number."""
+    switches: dict[tuple[int, str], object]
+    """The active adapters and the trained parameters: together with the weights they say which model this is."""
+    settings: dict[tuple[int, str], object]
+    """The other numbers, strings and flags that passes may read."""
+    checked: dict[tuple[int, str], object]
+    """What checks alone read, such as the kinds of the weights."""
+    hooks: dict[int, tuple[int, ...]]
+    """The numbers of the forward hooks by module, without those of `_HARMLESS`. A hook that is set anew gets another
+    number."""
     alive: list[object]
-    """Objects of which `settings` has the address alone. While they are kept, no other object has the same address."""
+    """Objects of which the state has the address alone. While they are kept, no other object has the same address."""
 
     @classmethod
     def of(cls, model: nn.Module, value_head: nn.Module | None) -> "ModelState":
         """Read a model and a value head."""
-        found, hooks, alive = dict[int, dict[str, object]](), list[int](), list[object]()
+        switches, settings, checked, hooks, alive = state = cls({}, {}, {}, {}, [])
         configs = [getattr(model, "config", None)]
         for root in (model, value_head):
             for module in root.modules() if isinstance(root, nn.Module) else ():  # other heads are refused later
-                fields = vars(module)
-                own = found[id(module)] = {"__class__": type(module)}
+                fields, holder = vars(module), id(module)
+                checked[holder, "__class__"] = type(module)
+                adapted = "_active_adapter" in fields
                 for name, value in fields.items():
-                    if isinstance(value, _PLAIN):
-                        own[name] = value
-                    elif name in _OF_ADAPTERS:
-                        own[name] = repr(value)
+                    plain = isinstance(value, _PLAIN)
+                    if plain or name in _OF_ADAPTERS:
+                        kind = checked if name[0] == "_" or name in _WITHOUT_EFFECT else settings
+                        kind = switches if adapted and name in _OF_ADAPTERS else kind
+                        kind[holder, name] = value if plain else repr(value)
                     elif isinstance(value, dict) and (name[0] != "_" or "drop" in name):
-                        own[_CHECKED + name] = repr(value)
+                        checked[holder, name] = repr(value)
                     elif name in ("config", "forward", "_compiled_call_impl"):
-                        own[_CHECKED + name] = id(value)
+                        checked[holder, name] = id(value)
                         alive.append(value)
                 if fields["_forward_pre_hooks"] or fields["_forward_hooks"]:
-                    hooks += (id(module), *fields["_forward_pre_hooks"], 0, *fields["_forward_hooks"])
+                    before, after = (
+                        [n for n, hook in own.items() if getattr(hook, "__code__", None) not in _HARMLESS]
+                        for own in (fields["_forward_pre_hooks"], fields["_forward_hooks"])
+                    )
+                    if before or after:
+                        hooks[holder] = (*before, -1, *after)
                 for name, p in fields["_parameters"].items():
                     if p is not None:
                         packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
-                        own[_CHECKED + name], own[name + _TRAINED] = (id(p), p.dtype, packed), p.requires_grad
+                        checked[holder, name] = id(p), p.dtype, packed
+                        switches[holder, name + _TRAINED] = p.requires_grad
         configs += [config for config in alive if hasattr(config, "model_type")]
+        read = set[int]()
         for config in configs:  # those within a configuration are added on the way
-            if config is None or id(config) in found:
+            holder = id(config)
+            if config is None or holder in read:
                 continue
-            own = found[id(config)] = {}
+            read.add(holder)
             for name, value in vars(config).items():
                 if hasattr(value, "model_type"):
                     configs.append(value)
-                elif isinstance(value, _PLAIN):
-                    own[name] = value
+                elif not isinstance(value, _PLAIN):
+                    checked[holder, name] = repr(value)
                 else:
-                    own[_CHECKED + name] = repr(value)
-        return cls(found, hooks, alive)
-
-    def switches(self) -> tuple[object, ...]:
-        """The active adapters and the trained parameters: together with the weights they say which model this is."""
-        return tuple(
-            (holder, name, value)
-            for holder, own in self.settings.items()
-            for name, value in own.items()
-            if _is_switch(own, name)
-        )
-
-    def read_by_passes(self) -> dict[tuple[int, str], object]:
-        """The settings that passes may read, by the address of what holds them and their name."""
-        return {
-            (holder, name): value
-            for holder, own in self.settings.items()
-            for name, value in own.items()
-            if _is_switch(own, name) or (name[0] != "_" and name not in _WITHOUT_EFFECT)
-        }
+                    kind = checked if name[0] == "_" or name in _WITHOUT_EFFECT else settings
+                    kind[holder, name] = value
+        return state
 
 
-_CHECKED, _TRAINED = "_ ", ".requires_grad"
-"""The beginning of the names of settings that only checks read, and the end of the names of the requires_grad flags."""
-
-
-def _is_switch(own: dict[str, object], name: str) -> bool:
-    return name.endswith(_TRAINED) or ("_active_adapter" in own and name in _OF_ADAPTERS)
+_TRAINED = ".requires_grad"
+"""The end of the names of the requires_grad flags."""
+_HARMLESS = tuple(x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType))
+"""The code of the hook by which transformers makes embeddings require gradients, and which changes no values. TRL's
+trainers set it anew whenever they have generated, and leave the old ones on."""
 
 
 class ScoredModel:
@@ -154,14 +152,12 @@ class ScoredModel:
 
     def __init__(self, model: "EngineModel"):
         self._model = model
-        self._settings = model.state.read_by_passes()
-        self._buffers, self._weights = self._read_buffers(), self._sums()
+        self._before, self._weights = self._read(model.state), self._sums()
 
     def leave_out_changes(self) -> None:
         """Do not compare the settings and buffers that have changed since the state was read."""
-        settings, buffers = self._settings_now(), self._read_buffers()
-        self._settings = {at: value for at, value in self._settings.items() if settings.get(at, _GONE) == value}
-        self._buffers = {at: value for at, value in self._buffers.items() if _same(value, buffers.get(at))}
+        now = self._read(ModelState.of(self._model.model, self._model.value_head))
+        self._before = {at: value for at, value in self._before.items() if _same(value, now.get(at, _GONE))}
 
     def check(self, call: str) -> None:
         """Raise RuntimeError if a backward now would not match the scores that `call` gave."""
@@ -170,30 +166,22 @@ class ScoredModel:
                 f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
                 "would belong to other weights: call backward first, or score again"
             )
-        change = self._change()
-        if change is not None:
-            raise RuntimeError(
-                f"the model was switched between {call} and its backward ({change}); gradients would be those of "
-                "another model: call backward first, or switch back, or score again"
-            )
+        now = self._read(ModelState.of(self._model.model, self._model.value_head))
+        for at, then in self._before.items():
+            if not _same(then, now.get(at, _GONE)):
+                raise RuntimeError(
+                    f"the model was switched between {call} and its backward "
+                    f"({self._change(*at, then, now.get(at, _GONE))}); gradients would be those of another model: call "
+                    "backward first, or switch back, or score again"
+                )
 
-    def _change(self) -> str | None:
-        settings, buffers = self._settings_now(), self._read_buffers()
-        for (holder, name), then in self._settings.items():
-            now = settings.get((holder, name), _GONE)
-            if now != then:
-                place = self._name(holder)
-                if name.endswith(_TRAINED):
-                    name, place = "requires_grad", f"{place}.{name.removesuffix(_TRAINED)}"
-                shown = str if name in _OF_ADAPTERS else repr
-                return f"{name.lstrip('_')} of {place} was {shown(then)} and is {shown(now)}"
-        for (holder, name), then in self._buffers.items():
-            if not _same(then, buffers.get((holder, name))):
-                return f"{name} of {self._name(holder)} has other values"
-        return None
-
-    def _settings_now(self) -> dict[tuple[int, str], object]:
-        return ModelState.of(self._model.model, self._model.value_head).read_by_passes()
+    def _read(self, state: ModelState) -> dict[tuple[int, str], object]:
+        """The settings that passes may read, copies of small buffers, and checksums of large ones."""
+        roots = (self._model.model, self._model.value_head)
+        of_modules = [(id(m), m._buffers) for root in roots if root is not None for m in root.modules()]
+        own = [((holder, n), _own_part(b)) for holder, bs in of_modules for n, b in bs.items() if b is not None]
+        buffers = {at: x.detach().clone() if x.numel() <= _SMALL else _checksum(x) for at, x in own}
+        return {**state.switches, **state.settings, **buffers}
 
     def _sums(self) -> Int64[Tensor, " weights"]:
         """Checksums of the weights, frozen ones too (a part that runs again would see their new values).
@@ -203,12 +191,15 @@ class ScoredModel:
         sums = [_checksum(_own_part(p)) for p in self._model.parameters]
         return torch.stack([total.to(sums[0].device) for total in sums])
 
-    def _read_buffers(self) -> dict[tuple[int, str], Tensor]:
-        """Copies of small buffers and checksums of large ones, by the address of their module and their name."""
-        roots = (self._model.model, self._model.value_head)
-        of_modules = [(id(m), m._buffers) for root in roots if root is not None for m in root.modules()]
-        own = [((holder, n), _own_part(b)) for holder, bs in of_modules for n, b in bs.items() if b is not None]
-        return {at: x.detach().clone() if x.numel() <= _SMALL else _checksum(x) for at, x in own}
+    def _change(self, holder: int, name: str, then: object, now: object) -> str:
+        """Describe a change."""
+        if isinstance(then, Tensor):
+            return f"{name} of {self._name(holder)} has other values"
+        place = self._name(holder)
+        if name.endswith(_TRAINED):
+            name, place = "requires_grad", f"{place}.{name.removesuffix(_TRAINED)}"
+        shown = str if name in _OF_ADAPTERS else repr
+        return f"{name.lstrip('_')} of {place} was {shown(then)} and is {shown(now)}"
 
     def _name(self, holder: int) -> str:
         """Name a module by its path, a configuration by its class."""
@@ -243,8 +234,10 @@ def _checksum(values: Tensor) -> Int64[Tensor, ""]:
     return raw[: count - tail].view(torch.int64).sum() + raw[count - tail :].sum()
 
 
-def _same(then: Tensor, now: Tensor | None) -> bool:
-    return now is not None and then.shape == now.shape and then.device == now.device and torch.equal(then, now)
+def _same(then: object, now: object) -> bool:
+    if isinstance(then, Tensor) and isinstance(now, Tensor):
+        return then.shape == now.shape and then.device == now.device and torch.equal(then, now)
+    return not isinstance(then, Tensor) and not isinstance(now, Tensor) and then == now
 
 
 # ---- the model
@@ -279,7 +272,7 @@ class EngineModel:
         """Whether decoder layers run compiled."""
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         """See `compiled_layers`."""
-        self.state = ModelState({}, [], [])
+        self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""
         self._cost: tuple[object, CostModel | None] = None, None
         self.device: torch.device
@@ -298,7 +291,7 @@ class EngineModel:
         """Check the model if it has changed since the last call (a dropout may have been switched on), and read how
         much memory is free."""
         now = ModelState.of(self.model, self.value_head)
-        if now.settings != self.state.settings:
+        if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost = None, None
         self.state = now

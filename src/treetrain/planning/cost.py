@@ -617,10 +617,10 @@ class CostModel:
             )
         graph, working, path = self._bytes_of_parts(plan)
         above = plan.graphs_beside(graph)
-        prefills, prefills_above = self._prefills(plan, path, above)
         number = int(np.argmax(above + graph + working))
         peak = {"kept graphs": above[number], "running graph": graph[number], "working": working[number]}
-        if len(prefills):
+        if plan.num_prefills:
+            prefills, prefills_above = self._prefills(plan, path, above)
             first = int(np.argmax(prefills + prefills_above))
             if prefills[first] + prefills_above[first] > sum(peak.values()):
                 peak = {"kept graphs": prefills_above[first], "running graph": 0.0, "working": prefills[first]}

@@ -297,7 +297,8 @@ class PrefixSharing:
             yield
             return
         self.wrapped = model
-        self._compare_settings(model)
+        if not self._compared:
+            self._compare_settings(model)
         self.processes.begin(model, self._settle)
         with step.micro_batch():
             yield
@@ -310,8 +311,6 @@ class PrefixSharing:
 
     def _compare_settings(self, model: nn.Module) -> None:
         """Raise RanksDisagree on all ranks, before the first step, unless they have the same settings."""
-        if self._compared:
-            return
         sharing = self._engine(model, self._head).sharing
         with sharing.ranks.together("share_prefixes"):
             self.processes.check_prepared(model)
@@ -549,7 +548,7 @@ class PrefixSharing:
         key = (
             id(model),
             head,
-            ModelState.of(engine.model, engine.value_head).switches(),
+            tuple(ModelState.of(model, None).switches.items()),
             sum(p._version for p in model.parameters()),
         )
         # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.

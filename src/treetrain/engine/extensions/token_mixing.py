@@ -105,7 +105,7 @@ def _additions(engine: EngineModel) -> dict[str, tuple[nn.Module, _Additions]]:
             adapter = repr((fields["_active_adapter"], fields.get("merged_adapters")))
         if not engine.sharing.collective and module is not head:  # `fully_shard` has hooks of its own
             forward = _reference(fields["forward"]) if "forward" in fields else None
-            hooks = *fields["_forward_pre_hooks"], *fields["_forward_hooks"]
+            hooks = engine.state.hooks.get(id(module), ())
         if (adapter or forward or hooks) and module not in whole and not whole & set(fields["_modules"].values()):
             mode = (module.training, graph) if forward or hooks else None
             found[name] = module, _Additions(adapter, forward, hooks, mode)
