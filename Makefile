@@ -93,8 +93,6 @@ test-axolotl:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(AXOLOTL) pytest beartype -e .
 	$(VENV)/bin/python -m pip install -q --no-deps axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
-	$(VENV)/bin/python -m pip install -q setuptools wheel ninja py-cpuinfo
-	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install -q --no-build-isolation deepspeed==0.19.8
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_axolotl.py
 
 # DeepSpeed compiles its shared-memory extension at the first run. A compilation that is killed leaves a lock file in

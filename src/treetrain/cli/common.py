@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
+    from treetrain.data.records import Json
     from treetrain.data.trajectory import Trajectory
     from treetrain.inspection.report import Shape
     from treetrain.verification.verify import TreeReport
@@ -132,7 +133,7 @@ def at_least(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> "dict[str, Json]":
     """Read a JSON object, as an argparse type."""
     with suppress(ValueError):
         if isinstance(value := json.loads(text), dict):
@@ -248,7 +249,7 @@ def console(*, stderr: bool = False) -> "Console":
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=160)
 
 
-def print_json(data: dict[str, Any]) -> None:
+def print_json(data: Mapping[str, object]) -> None:
     """Print one indented JSON object on stdout."""
     print(json.dumps(data, indent=2, default=str))
 

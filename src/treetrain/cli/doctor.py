@@ -5,11 +5,15 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from treetrain import __version__
 from treetrain.cli.common import Parser, console, pairs, print_json, table
 from treetrain.errors import shortened
+
+if TYPE_CHECKING:
+    import torch
+    from packaging.requirements import Requirement
 
 SUMMARY = (
     "Versions, devices and kernels of this environment. Compares each kernel with its reference on a small tree. Says "
@@ -18,6 +22,40 @@ SUMMARY = (
 UNUSABLE = 1
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 128
 """The layer whose attention is checked."""
+
+
+class Package(TypedDict):
+    """A package that treetrain's metadata names."""
+
+    name: str
+    needed: str
+    """Its versions."""
+    installed: str | None
+    uses: list[str]
+    """The extras that need it; without any, every use needs it."""
+
+
+class Device(TypedDict):
+    """A device, and the kernels that run on it."""
+
+    device: str
+    name: str
+    memory_bytes: int
+    kernels: dict[str, str]
+    """"exact", or why one does not run."""
+
+
+class Report(TypedDict):
+    """What the command finds."""
+
+    treetrain: str
+    python: str
+    platform: str
+    packages: list[Package]
+    uses: dict[str, list[str]]
+    """The packages that each use still lacks."""
+    devices: list[Device]
+    faults: list[str]
 
 
 def make_parser() -> Parser:
@@ -33,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     packages, faults = find_packages()
     devices, more_faults = find_devices()
     faults += more_faults
-    report = {
+    report: Report = {
         "treetrain": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -52,12 +90,8 @@ def run(argv: Sequence[str]) -> int:
 # ---- Packages
 
 
-def find_packages() -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the packages that treetrain's metadata names, and what is wrong with those that are installed.
-
-    A package has its `name`, the versions `needed`, the `installed` one or None, and the `uses` (extras) that need it;
-    without any, every use needs it.
-    """
+def find_packages() -> tuple[list[Package], list[str]]:
+    """Return the packages that treetrain's metadata names, and what is wrong with those that are installed."""
     from packaging.requirements import Requirement
 
     try:
@@ -72,13 +106,13 @@ def find_packages() -> tuple[list[dict[str, Any]], list[str]]:
     if (python := own["Requires-Python"]) and not _within(python, platform.python_version()):
         faults.append(f"Python {platform.python_version()} runs, treetrain needs {python}")
     requirements = [Requirement(text) for text in own.get_all("Requires-Dist") or ()]
-    packages: dict[str, dict[str, Any]] = {}
+    packages: dict[str, Package] = {}
     for use in (None, *(own.get_all("Provides-Extra") or ())):
         for needed in _needed(requirements, use):
             if use is not None and needed.name in packages and not packages[needed.name]["uses"]:
                 continue  # every use needs it
             installed = _installed(needed.name)
-            fresh = {"name": needed.name, "needed": str(needed.specifier), "installed": installed, "uses": []}
+            fresh: Package = {"name": needed.name, "needed": str(needed.specifier), "installed": installed, "uses": []}
             package = packages.setdefault(needed.name, fresh)
             if use is not None:
                 package["uses"].append(use)
@@ -89,7 +123,7 @@ def find_packages() -> tuple[list[dict[str, Any]], list[str]]:
     return list(packages.values()), faults
 
 
-def _needed(requirements: Iterable[Any], use: str | None) -> list[Any]:
+def _needed(requirements: "Iterable[Requirement]", use: str | None) -> "list[Requirement]":
     """The requirements of one use here, those of the uses that it includes too (`treetrain[train]`)."""
     found = []
     for requirement in requirements:
@@ -118,7 +152,7 @@ def _within(wanted: str, version: str) -> bool:
     return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
-def uses_of(packages: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+def uses_of(packages: Sequence[Package]) -> dict[str, list[str]]:
     """The packages that each use (extra) still lacks."""
     names = dict.fromkeys(use for package in packages for use in package["uses"])
     return {
@@ -130,11 +164,10 @@ def uses_of(packages: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 # ---- Devices
 
 
-def find_devices() -> tuple[list[dict[str, Any]], list[str]]:
+def find_devices() -> tuple[list[Device], list[str]]:
     """Return the devices with the kernels that run on each, and what is wrong with torch or with a device.
 
-    A device has its `name`, `memory_bytes`, and `kernels`: "exact", or why one does not run. A machine without a GPU
-    has one more entry, whose kernels say what would be checked there.
+    A machine without a GPU has one more entry, whose kernels say what would be checked there.
     """
     if _installed("torch") is None:
         return [], []
@@ -147,7 +180,9 @@ def find_devices() -> tuple[list[dict[str, Any]], list[str]]:
         return [], [f"torch and what the engine needs cannot be imported: {type(error).__name__}: {shortened(error)}"]
     cores = f"{platform.machine()}, {psutil.cpu_count()} cores, {torch.get_num_threads()} threads"
     memory = psutil.virtual_memory().total
-    found = [{"device": "cpu", "name": cores, "memory_bytes": memory, "kernels": check_kernels(torch.device("cpu"))}]
+    found: list[Device] = [
+        {"device": "cpu", "name": cores, "memory_bytes": memory, "kernels": check_kernels(torch.device("cpu"))}
+    ]
     for number in range(torch.cuda.device_count()):
         device, facts = torch.device("cuda", number), torch.cuda.get_device_properties(number)
         name = f"{facts.name}, sm_{facts.major}{facts.minor}, CUDA {torch.version.cuda}"
@@ -165,7 +200,7 @@ def find_devices() -> tuple[list[dict[str, Any]], list[str]]:
     return found, faults
 
 
-def check_kernels(device: Any) -> dict[str, str]:
+def check_kernels(device: "torch.device") -> dict[str, str]:
     """Compare each kernel of a device with its reference: "exact", or why it must not run.
 
     On a GPU the layer is in bfloat16, on a CPU in float32. These are the checks that a GPU runs before a kernel's first
@@ -207,7 +242,7 @@ def _kernels_of_a_gpu() -> dict[str, str]:
 # ---- Printing
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show(report: Report) -> None:
     out = console()
     system = f"{report['python']} ({sys.executable}), {report['platform']}"
     out.print(pairs([("treetrain", report["treetrain"]), ("python", system)]), "")

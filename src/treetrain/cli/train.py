@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, at_least, json_object, print_notes, read
 from treetrain.errors import nearest, quoted
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import HfArgumentParser
 
+    from treetrain.data.records import Json
     from treetrain.trainers.arguments import TreeArguments
     from treetrain.trainers.tree_trainer import TreeTrainer
 
@@ -156,11 +157,11 @@ LORA_NAMES = {"rank": "r", "lora_r": "r", "alpha": "lora_alpha"}
 """What options of LoRA are called elsewhere, and by peft."""
 
 
-def _adapter(options: dict[str, Any]) -> "LoraConfig":
+def _adapter(options: "dict[str, Json]") -> "LoraConfig":
     from peft import LoraConfig
 
     known = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
-    settings: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    settings: dict[str, Json] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
     for name, value in options.items():
         if name not in known:
             meant = LORA_NAMES.get(name)

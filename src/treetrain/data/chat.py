@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -39,6 +39,9 @@ from treetrain.data.records import (
 )
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, expect, quoted, shortened
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", "model"))
 CHAT_KEYS |= {"advantage", *ROW_KEYS}
@@ -167,14 +170,14 @@ class ChatReader:
             for row, number in zip(rows, numbers)
         ]
 
-    def _place_image(self, keys: list[str], placed: list[PlacedImage], listed: list[Any]) -> PlaceImage | None:
+    def _place_image(self, keys: list[str], placed: list[PlacedImage], listed: list[object]) -> PlaceImage | None:
         """What takes the place of an image; digests of images go to `keys`, images for the model to `placed`."""
 
-        def key(part: Any, _here: str) -> str:
+        def key(part: object, _here: str) -> str:
             keys.append(hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16])
             return IMAGE_TEXT
 
-        def place(part: Any, here: str) -> str:
+        def place(part: object, here: str) -> str:
             assert reader is not None
             placed.append(reader.place(part, listed, self.renderer, here))
             return placed[-1].text
@@ -182,7 +185,7 @@ class ChatReader:
         reader = self.settings.image_reader
         return key if self.settings.images == "key" else None if reader is None else place
 
-    def _placed_first(self, messages: list[Message], placed: list[PlacedImage], listed: list[Any]) -> list[Message]:
+    def _placed_first(self, messages: list[Message], placed: list[PlacedImage], listed: list[object]) -> list[Message]:
         """The messages with the listed images at the beginning of the first one of the user."""
         reader = self.settings.image_reader
         first = next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
@@ -193,7 +196,7 @@ class ChatReader:
         text = "".join(one.text for one in placed) + messages[first]["content"]
         return [*messages[:first], messages[first] | {"content": text}, *messages[first + 1 :]]
 
-    def _images(self, placed: Sequence[PlacedImage]) -> dict[str, Any]:
+    def _images(self, placed: Sequence[PlacedImage]) -> dict[str, object]:
         """The images as arguments of `Trajectory`."""
         reader = self.settings.image_reader
         if not placed or reader is None:
@@ -495,7 +498,7 @@ class Renderer:
         chat_template: overrides the tokenizer's own; text, file or `chatml`.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: object, chat_template: str | None = None) -> None:
         if type(tokenizer) is str:
             expect("tokenizer", tokenizer, (), f"the tokenizer itself: tt.load_tokenizer({tokenizer!r})")
         self.tokenizer: Any = tokenizer
@@ -659,7 +662,7 @@ class Renderer:
             starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
             self._cache[piece] = ids, starts, ends
 
-    def _piece_pattern(self, added: list[Any]) -> "re.Pattern[str] | None":
+    def _piece_pattern(self, added: "list[AddedToken]") -> "re.Pattern[str] | None":
         """A pattern to split a text into pieces that tokenise separately to the same tokens; None if there is none."""
         plain = {str(t) for t in added if not (t.lstrip or t.rstrip or t.single_word or t.normalized)}
         odd = any(t.lstrip or t.rstrip or t.single_word for t in added)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +97,7 @@ def prefix_order(rows: Sequence[Trajectory]) -> PrefixOrder:
     return PrefixOrder(np.array(numbers, np.int64), np.array(shared, np.int64))
 
 
-def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[Any]]) -> Iterator[tuple[int, int]]:
+def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[np.integer]]) -> Iterator[tuple[int, int]]:
     """Sort rows by tokens, then number: yields (number, leading tokens shared with the row before it).
 
     Args:

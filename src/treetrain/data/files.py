@@ -18,11 +18,15 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from treetrain.data.limits import within_memory
-from treetrain.data.records import DECODER, Notes, Record, field, objects, parse_json, without_nulls
+from treetrain.data.records import DECODER, Json, Notes, Record, field, objects, parse_json, without_nulls
 from treetrain.errors import DataError, quoted, shortened
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from _typeshed import WriteableBuffer
 
 Found = Iterator[tuple[str, Record | DataError]]
 
@@ -190,7 +194,7 @@ class _Decompressed(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any, /) -> int:
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
         count = self.stream.readinto(buffer)
         self.given += count
         if self.given > max(BOMB_BYTES, BOMB_RATIO * self.compressed):
@@ -201,7 +205,7 @@ class _Decompressed(io.RawIOBase):
         return count
 
 
-def _zstd(path: Path) -> Any:
+def _zstd(path: Path) -> "pa.NativeFile":
     import pyarrow as pa
 
     return pa.input_stream(str(path), compression="zstd")
@@ -324,7 +328,7 @@ def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataE
     return True
 
 
-def _raw_decode(text: str, start: int) -> tuple[Any, int]:
+def _raw_decode(text: str, start: int) -> tuple[Json | DataError, int]:
     """The value that begins at `start`, or the error about a key that it has twice; and its end."""
     try:
         return DECODER.raw_decode(text, start)
@@ -332,7 +336,7 @@ def _raw_decode(text: str, start: int) -> tuple[Any, int]:
         return error, json.JSONDecoder().raw_decode(text, start)[1]
 
 
-def _object(value: Any, hint: str) -> dict[str, Any]:
+def _object(value: Json | DataError, hint: str) -> dict[str, Json]:
     if isinstance(value, DataError):
         raise value
     if not isinstance(value, dict):
@@ -424,7 +428,7 @@ def _check_columns(names: list[str]) -> None:
         raise DataError(f"the column {quoted(twice)} is there twice; keep one of them")
 
 
-def _readable(name: str, column: Any) -> Any:
+def _readable(name: str, column: "pa.Array") -> "pa.Array":
     """The column with dates and times as the integers that they are stored as.
 
     Python has no dates after the year 9999, no nanoseconds and not all time zones.
@@ -438,7 +442,7 @@ def _readable(name: str, column: Any) -> Any:
         raise DataError(f"column {quoted(name)} of type {column.type} ({shortened(error)})") from error
 
 
-def _without_times(kind: Any) -> Any:
+def _without_times(kind: "pa.DataType") -> "pa.DataType":
     import pyarrow as pa
 
     if pa.types.is_run_end_encoded(kind):
@@ -455,7 +459,7 @@ def _without_times(kind: Any) -> Any:
     return kind
 
 
-def _rows(columns: list[tuple[str, Any]], begin: int) -> tuple[list[tuple[Any, ...]], int]:
+def _rows(columns: "list[tuple[str, pa.Array]]", begin: int) -> tuple[list[tuple[object, ...]], int]:
     """64 rows of a batch as Python values, and their bytes as Arrow's."""
     values, count = [], 0
     for name, column in columns:

@@ -29,7 +29,7 @@ class Image:
     The first dimension of every array is that of the processor's output: images, tiles or patches.
     """
 
-    inputs: Mapping[str, NDArray[Any]]
+    inputs: Mapping[str, NDArray[np.generic]]
 
     @cached_property
     def digest(self) -> bytes:
@@ -44,7 +44,7 @@ class Image:
         return f"Image({', '.join(f'{name} {list(array.shape)}' for name, array in self.inputs.items())})"
 
 
-def split_images(inputs: Mapping[str, Any]) -> tuple[Image, ...]:
+def split_images(inputs: Mapping[str, object]) -> tuple[Image, ...]:
     """The images in a processor's output for one row, such as its ``pixel_values`` and ``image_grid_thw``.
 
     Entries that are None are left out. With a grid, ``pixel_values`` holds the patches of all images one after another;
@@ -78,7 +78,7 @@ def split_images(inputs: Mapping[str, Any]) -> tuple[Image, ...]:
     return tuple(Image({name: pieces[name][number] for name in arrays}) for number in range(count))
 
 
-def _without_padding(pixels: NDArray[Any], size: NDArray[Any]) -> NDArray[Any]:
+def _without_padding(pixels: NDArray[np.generic], size: NDArray[np.integer]) -> NDArray[np.generic]:
     """The pixels [1, channels, height, width] of an image of this size [1, 2]."""
     if size.shape != (1, 2) or not (0 < size[0, 0] <= pixels.shape[2] and 0 < size[0, 1] <= pixels.shape[3]):
         raise DataError(
@@ -141,7 +141,7 @@ def _run_lengths(places: Int64[np.ndarray, " n"]) -> list[int]:
 
 
 def checked_images(
-    images: Mapping[str, Any] | Sequence[Image], image_token: int | None, ids: Int32[np.ndarray, " L"]
+    images: Mapping[str, object] | Sequence[Image], image_token: int | None, ids: Int32[np.ndarray, " L"]
 ) -> tuple[Image, ...]:
     """The images of a row; raises DataError unless the row has one run of placeholders for each."""
     found = split_images(images) if isinstance(images, Mapping) else tuple(images)

@@ -64,11 +64,11 @@ class LoadedFile:
 def load(
     path: Paths,
     *,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     format: str = "auto",
     view: View = "transcript",
     train: Literal["all", "last"] = "all",
-    tools: Sequence[Any] | str | os.PathLike[str] | None = None,
+    tools: Sequence[object] | str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
     map: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
@@ -134,20 +134,20 @@ def _settings(tokenizer: Any, *, chat_template: str | None, images: Any = "refus
     return ReadSettings(tokenizer=tokenizer, chat_template=chat_template, images=images, image_reader=reader, **others)
 
 
-def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
+def _tools_of(tools: Sequence[object] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
     if tools == NO_TOOLS:
         return NO_TOOLS
     return read_tools(Path(tools)) if isinstance(tools, str | os.PathLike) else clean_tools(tools)
 
 
 def from_messages(
-    rows: Iterable[Any],
+    rows: Iterable[object],
     *,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     format: str = "auto",
     view: View = "transcript",
     train: Literal["all", "last"] = "all",
-    tools: Sequence[Any] | str | os.PathLike[str] | None = None,
+    tools: Sequence[object] | str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
     map: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,

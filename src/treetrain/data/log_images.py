@@ -10,10 +10,13 @@ import binascii
 import io
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from treetrain.data.images import Image, split_images
 from treetrain.errors import DataError, quoted, shortened
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 SOURCES = ("image_url", "url", "image", "source", "bytes", "data", "content")
 """Fields that hold an image, or an object that does, in the APIs of OpenAI, Anthropic, Google and AWS, and datasets."""
@@ -45,7 +48,7 @@ class PlacedImage(NamedTuple):
 class Renders(Protocol):
     """Renders messages by a chat template: `chat.Renderer`."""
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: None) -> str: ...
+    def render(self, messages: Sequence[dict[str, object]], tools: None) -> str: ...
 
 
 class ImageReader:
@@ -63,7 +66,7 @@ class ImageReader:
         self._placeholder: str | None = None
         self._prepared: dict[bytes, PlacedImage] = {}
 
-    def place(self, part: Any, listed: list[Any], renderer: Renders, here: str) -> PlacedImage:
+    def place(self, part: object, listed: list[object], renderer: Renders, here: str) -> PlacedImage:
         """The image of a content part; a part of which only the type is given takes the first of the images `listed`.
 
         Raises:
@@ -75,7 +78,7 @@ class ImageReader:
             return self.prepare(listed.pop(0), renderer, here)
         return self.prepare(part, renderer, here)
 
-    def prepare(self, held: Any, renderer: Renders, here: str) -> PlacedImage:
+    def prepare(self, held: object, renderer: Renders, here: str) -> PlacedImage:
         """The image that an object of a log holds."""
         import PIL.Image
 
@@ -90,7 +93,7 @@ class ImageReader:
             self._prepared[key] = self._made(picture, renderer)
         return self._prepared[key]
 
-    def _made(self, picture: Any, renderer: Renders) -> PlacedImage:
+    def _made(self, picture: "PIL.Image.Image", renderer: Renders) -> PlacedImage:
         if self._placeholder is None:
             self._placeholder = _placeholder(renderer)
         made = dict(
@@ -126,7 +129,7 @@ def _placeholder(renderer: Renders) -> str:
     return text
 
 
-def _found(held: Any, here: str) -> Any:
+def _found(held: object, here: str) -> Any:
     """The bytes of an image file, or a PIL image."""
     if isinstance(held, bytes) or (hasattr(held, "tobytes") and hasattr(held, "mode")):
         return held
@@ -156,7 +159,7 @@ def _found(held: Any, here: str) -> Any:
         ) from error
 
 
-def listed_images(record: Mapping[str, Any]) -> list[Any]:
+def listed_images(record: Mapping[str, object]) -> list[object]:
     """The images that a record has beside its messages."""
     if isinstance(media := record.get("multi_modal_data"), Mapping):
         if others := [name for name, x in media.items() if x and name != "image"]:

@@ -9,7 +9,7 @@ they begin. Rows without one are compared with each other.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ def checked_count(count: str) -> Count:
 
 def count_once(
     rows: Iterable[Trajectory],
-    advantages: Sequence[float] | NDArray[Any] | None = None,
+    advantages: Sequence[float] | NDArray[np.floating] | None = None,
     notes: "Notes | None" = None,
 ) -> list[Trajectory]:
     """Leave the weight of every sampled token in the first row that trains it, and make it 0 in later rows.
@@ -118,7 +118,11 @@ def _words(row: Trajectory, shape: tuple[int, ...]) -> NDArray[np.int32]:
 
 
 def _check_facts(
-    rows: Sequence[Trajectory], advantages: Sequence[float] | NDArray[Any] | None, first: int, number: int, at: Int64s
+    rows: Sequence[Trajectory],
+    advantages: Sequence[float] | NDArray[np.floating] | None,
+    first: int,
+    number: int,
+    at: Int64s,
 ) -> None:
     """Raise DataError if two rows that begin alike have different facts at these places."""
     for name in GIVEN:

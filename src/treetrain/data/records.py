@@ -85,7 +85,7 @@ class Notes:
 class ReadSettings:
     """How records become rows; see `load` for each field."""
 
-    tokenizer: Any = None
+    tokenizer: object = None
     view: View = "transcript"
     tools: Tools | Literal["none"] = None
     chat_template: str | None = None

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from array import array as builtin_array
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from jaxtyping import Float64, Int16, Int32, Shaped
@@ -108,10 +108,10 @@ class Trajectory:
         key: Hashable = None,
         episode: Hashable = None,
         experts: ArrayLike | None = None,
-        images: Mapping[str, Any] | Sequence[Image] | None = None,
+        images: Mapping[str, object] | Sequence[Image] | None = None,
         image_token: int | None = None,
     ) -> None:
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "loss_weights": loss_weights,
             "advantages": advantages,
             "old_logprobs": old_logprobs,
@@ -121,7 +121,7 @@ class Trajectory:
             "values": values,
             "returns": returns,
         }
-        names: dict[str, Any] = {"group": group, "pair": pair, "id": id, "key": key, "episode": episode}
+        names: dict[str, object] = {"group": group, "pair": pair, "id": id, "key": key, "episode": episode}
         try:
             token_ids = checked_ids(ids)
             for name, value in facts.items():
@@ -157,7 +157,7 @@ class Trajectory:
         weights[:1] = 0.0
         return weights
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """A copy with the named fields changed; all fields are checked again."""
         return dataclasses.replace(self, **changes)
 
@@ -181,7 +181,7 @@ def common_prefix(one: Shaped[np.ndarray, " A"], other: Shaped[np.ndarray, " B"]
     return first if different[first] else length
 
 
-def per_token(value: Any, name: str, length: int, *, nulls: bool = False) -> PerToken:
+def per_token(value: object, name: str, length: int, *, nulls: bool = False) -> PerToken:
     """Convert to a finite number for each of `length` tokens. With `nulls`, NaN and None become NaN.
 
     Raises:
@@ -237,7 +237,7 @@ def checked_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
     return np.array(array, np.int32, order="C")
 
 
-def first_bool(values: Sequence[Any], numbers: NDArray[Any]) -> int | None:
+def first_bool(values: Sequence[object], numbers: NDArray[np.number]) -> int | None:
     """The place of the first True or False among values that numpy has read as these numbers, 1 and 0."""
     return next((at for at in np.flatnonzero(numbers < 2).tolist() if isinstance(values[at], bool | np.bool_)), None)
 

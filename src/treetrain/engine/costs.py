@@ -327,10 +327,10 @@ def tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
     """Run only the first of identical layers, and add its tally again for each of the others."""
     seen: dict[Hashable, tuple[Counter[Tallied], Any]] = {}
 
-    def counted(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., object]:
         weights = tuple((p.shape, p.requires_grad) for p in layer.parameters())
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             given = (*args, *kwargs.values())
             masks = tuple(str(x.range) for x in given if isinstance(x, RangeMask))
             kind = type(layer), weights, masks, tuple(x.shape for x in given if isinstance(x, Tensor))

@@ -8,7 +8,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
@@ -243,7 +243,7 @@ class TreeEngine:
     def forward_backward(
         self,
         trajectories: Sequence[Trajectory] | TokenTree,
-        loss: LossProtocol | Callable[..., Any],
+        loss: LossProtocol | Callable[..., object],
         normaliser: float | None = None,
         balance: "RouterBalance | None" = None,
         *,
@@ -300,7 +300,7 @@ class TreeEngine:
     def _prepare(
         self,
         trajectories: Sequence[Trajectory] | TokenTree,
-        loss: Any,
+        loss: object,
         normaliser: float | None,
         mask: Mask | None,
     ) -> Step:
@@ -517,7 +517,7 @@ class TreeEngine:
         rewards: bool = False,
         statistics: bool = False,
         mask: Mask | None = None,
-        images: Sequence[Any] | None = None,
+        images: Sequence[Mapping[str, object] | None] | None = None,
     ) -> "Scored":
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Int64
@@ -270,7 +270,7 @@ class EngineModel:
         self._compile_layers = compile_layers
         self.compiles: bool
         """Whether decoder layers run compiled."""
-        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
+        self._compiled: dict[nn.Module, Callable[..., object]] = {}
         """See `compiled_layers`."""
         self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""

@@ -16,7 +16,7 @@ The life of an extension, which belongs to one call, or to one try where memory 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -55,7 +55,7 @@ class ModelPass:
     """Whether edges are scored; False runs the layers alone, for their keys and values."""
     idle: bool = False
     """Whether the pass only accompanies those of other processes, and adds nothing to the result."""
-    keywords: dict[str, Any] = field(default_factory=dict)
+    keywords: dict[str, object] = field(default_factory=dict)
     """Further arguments of the model's forward."""
     extras: list[object] = field(default_factory=list)
     """Objects that extensions pass to the layers of the model and to one another, such as a `RouterPass`; see

@@ -354,7 +354,7 @@ class RowLoss(Loss):
     def packed(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None = None) -> LossSum:
         rows = facts.trajectories
 
-        def split(flat: Tensor | None) -> list[Any]:
+        def split(flat: Tensor | None) -> list[Tensor] | list[None]:
             if flat is None:
                 return [None] * len(rows)
             # Clones: the loss may write into its arguments.
@@ -372,7 +372,7 @@ class RowLoss(Loss):
         return total, sums
 
 
-def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
+def as_loss(loss: object, normaliser: float | None = None) -> Loss:
     """A loss of any kind as a `Loss`.
 
     Args:
@@ -413,7 +413,7 @@ def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
     return RowLoss(inner=loss)
 
 
-def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
+def _as_sums(metrics: Mapping[str, object] | None) -> Metrics:
     """Give plain numbers the weight 1. Tensors are cloned, since the loss may write into its metrics later."""
 
     def fixed(value: Any) -> Any:
@@ -433,7 +433,7 @@ def _stated_needs(loss: object) -> tuple[str, ...]:
     return tuple(getattr(loss, "needs", ("logprobs",)))
 
 
-def _check_arguments(loss: Callable[..., Any], name: str) -> None:
+def _check_arguments(loss: Callable[..., object], name: str) -> None:
     """Raise TypeError if the signature of a loss does not accept the engine's arguments."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)

@@ -8,7 +8,7 @@ and about a millisecond where they differ for thousands of tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,7 +150,7 @@ def find_run(first: Ids, second: Ids, most: int) -> tuple[int, int, int]:
     return best - back, most - back, back + common_prefix(first[best:], second[most:])
 
 
-def earlier_partners(numbers: Sequence[int], ids: Callable[[int], NDArray[Any]]) -> dict[int, tuple[int, int]]:
+def earlier_partners(numbers: Sequence[int], ids: Callable[[int], NDArray[np.integer]]) -> dict[int, tuple[int, int]]:
     """For every row but the first: the row before it in `numbers` that shares the longest prefix, and its length.
 
     Args:

@@ -22,7 +22,7 @@ from treetrain.inspection.alignment import Gap, Ids
 from treetrain.inspection.causes import CAUSES
 from treetrain.inspection.differences import AROUND, SHOWN, Edit
 from treetrain.inspection.partners import Partners
-from treetrain.inspection.prepared import Place, Prepared
+from treetrain.inspection.prepared import Decodes, Place, Prepared
 from treetrain.planning.cost import ModelCounts
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree, build_tree
@@ -137,7 +137,7 @@ class Diagnosis:
 
 
 def diagnose(
-    rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Any = None, *, tree: TokenTree | None = None
+    rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Decodes | None = None, *, tree: TokenTree | None = None
 ) -> Diagnosis:
     """Find why rows do not share more.
 
@@ -213,7 +213,7 @@ def diagnose(
 class _Search:
     """The rows with their partners: what differs, the rows without it, and examples."""
 
-    def __init__(self, rows: Sequence[Trajectory], tokenizer: Any) -> None:
+    def __init__(self, rows: Sequence[Trajectory], tokenizer: Decodes | None) -> None:
         self.all, self.tokenizer = rows, tokenizer
         self.prepared = Prepared(rows, tokenizer)
         self.partners = Partners(self.prepared)

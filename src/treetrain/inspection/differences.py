@@ -197,6 +197,7 @@ class Differences:
         name = (sides[0].tobytes(), sides[1].tobytes())
         if name not in self._known:
             kinds = self._known[name] = set()
+            assert self.prepared.tokenizer is not None
             one, other = texts = [self.prepared.tokenizer.decode(side) for side in sides]
             plain = [re.sub(r"\s", "", text) for text in texts]
             if plain[0] == plain[1]:

@@ -4,7 +4,6 @@ import json
 import os
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from treetrain import __version__
 from treetrain.inspection.picture import BLOCKS, KINDS, draw
 from treetrain.inspection.report import Inspection
-from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import Int64s, TokenTree
 
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
 """The style sheet of all pages."""
@@ -23,7 +22,7 @@ WIDTH = 270
 """Width of a chart."""
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """Render a template's text with the style sheet."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(style=Markup(STYLE), **values)
@@ -49,7 +48,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
     place = np.arange(len(picture.x))
     folded = np.flatnonzero(picture.branches > 0)
     counts = (picture.branches[folded].tolist(), picture.hidden[folded].tolist())
-    blocks: dict[str, Any] = {
+    blocks: dict[str, object] = {
         "parent": np.where(picture.parent < 0, -1, place - picture.parent).tolist(),  # so many blocks before
         "dy": np.diff(picture.y, prepend=0).tolist(),
         "width": [round(width, 2) if width % 1 else int(width) for width in picture.width.tolist()],
@@ -153,7 +152,7 @@ def _advantages(tree: TokenTree) -> NDArray[np.float64]:
     return means
 
 
-def charts(tree: TokenTree) -> list[dict[str, Any]]:
+def charts(tree: TokenTree) -> list[dict[str, object]]:
     """Histograms of path length, fork depth and fan-out, and sharing by depth."""
     lengths = tree.trajectory_length[tree.trajectory_length > 0]
     children = np.bincount(tree.parent[tree.parent >= 0], minlength=tree.num_tokens)
@@ -166,7 +165,7 @@ def charts(tree: TokenTree) -> list[dict[str, Any]]:
     ]
 
 
-def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dict[str, Any]:
+def _histogram(title: str, values: Int64s, unit: str, counted: str) -> dict[str, object]:
     if not len(values):
         return {"title": title, "words": f"there are no {counted}", "bars": [], "ticks": [], "most": ""}
     low, high = int(values.min()), int(values.max())
@@ -192,7 +191,7 @@ def _edges(low: int, stop: int, most: int) -> NDArray[np.int64]:
     return np.arange(low, stop + step, step)
 
 
-def _by_depth(tree: TokenTree, lengths: NDArray[np.int64]) -> dict[str, Any]:
+def _by_depth(tree: TokenTree, lengths: NDArray[np.int64]) -> dict[str, object]:
     longest = int(lengths.max(initial=0))
     edges = _edges(0, longest, 56)
     through = len(lengths) - np.cumsum(np.bincount(lengths, minlength=longest + 1))[:longest]

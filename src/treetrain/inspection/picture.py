@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.columns import codes_of
 from treetrain.inspection.diagnosis import Diagnosis
+from treetrain.inspection.prepared import Decodes
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import Int64s, TokenTree
 
@@ -107,7 +108,7 @@ class Picture:
         order = np.argsort(-self.width * self.height * (self.branches == 0), kind="stable")[:TEXTS]
         return np.sort(order[self.branches[order] == 0])
 
-    def texts(self, tokenizer: Any = None, total: int = TEXT_BYTES) -> list[str]:
+    def texts(self, tokenizer: Decodes | None = None, total: int = TEXT_BYTES) -> list[str]:
         """Each block's text, its middle left out where it is long, or ""; token ids if there is no tokenizer."""
         most = min(max(total // max(len(self.read), 1), 80), 2400)
         texts = [""] * len(self.x)
@@ -290,7 +291,7 @@ def _by_group(picture: Picture) -> Picture:
     )
 
 
-def _shortened(ids: NDArray[np.int32], tokenizer: Any, most: int) -> str:
+def _shortened(ids: NDArray[np.int32], tokenizer: Decodes | None, most: int) -> str:
     """The text of these tokens in about `most` bytes: two thirds from the start, one third from the end."""
     # No token is decoded that cannot be shown: a token is at least a byte of text.
     head, tail = 2 * most // 3, most // 3

@@ -8,7 +8,7 @@ cause; `undo` takes the other three back in rows that are repaired otherwise.
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,12 @@ BEGIN, SOME = 4, 12
 """A token stands in front of rows that go on with `BEGIN` tokens with which one of `SOME` rows begins."""
 PADDING = 4
 """The longest padding must have so many tokens."""
+
+
+class Decodes(Protocol):
+    """A tokenizer, as far as texts are shown."""
+
+    def decode(self, ids: list[int] | Ids, /) -> Any: ...
 
 
 class Place(NamedTuple):
@@ -45,7 +51,7 @@ class Prepared:
         tokenizer: anything with `decode`, or None.
     """
 
-    def __init__(self, rows: Sequence[Trajectory], tokenizer: Any) -> None:
+    def __init__(self, rows: Sequence[Trajectory], tokenizer: Decodes | None) -> None:
         self.tokenizer = tokenizer
         self.numbers = [number for number, row in enumerate(rows) if len(row) >= RUN]
         """The number of each row among all rows."""
@@ -86,6 +92,7 @@ class Prepared:
     def word(self, token: int) -> str:
         """The text of one token."""
         if token not in self._words:
+            assert self.tokenizer is not None
             self._words[token] = self.tokenizer.decode([token])
         return self._words[token]
 
@@ -244,6 +251,6 @@ class Prepared:
         return ids, trained
 
 
-def _repeats(values: NDArray[Any], value: Any) -> int:
+def _repeats(values: Ids | Bools, value: int) -> int:
     other = values != value
     return int(other.argmax()) if other.any() else values.size

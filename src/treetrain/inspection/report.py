@@ -5,13 +5,13 @@ The text, the JSON object and the page are made from it.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from treetrain.data.once import sampled_apart
 from treetrain.data.trajectory import Trajectory
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
+from treetrain.inspection.prepared import Decodes
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
 from treetrain.tree.stats import TreeStats, cheapest_rows, ideal_speedup, linear_work, tree_stats
@@ -47,7 +47,7 @@ class Inspection:
     view: str | None
     """"calls" or "transcript"; None for token rows."""
     notes: tuple[str, ...] = ()
-    tokenizer: Any
+    tokenizer: Decodes | None
     """None if the rows are shown as token ids."""
     shape: Shape
     tree: TokenTree
@@ -97,7 +97,7 @@ class Inspection:
             fix = "; larger batches share more"
         return f"Train as a tree: {answer}, {here:.2f}x against {way}, assuming {assumed}{fix}."
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain JSON data."""
         return {
             "files": list(self.files),
@@ -126,7 +126,7 @@ def inspect_rows(
     shape: Shape,
     *,
     view: str | None = None,
-    tokenizer: Any = None,
+    tokenizer: Decodes | None = None,
     batch_size: int = 8,
 ) -> Inspection:
     """Measure what rows share.

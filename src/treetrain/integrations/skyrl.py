@@ -41,7 +41,7 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
         UnsupportedModel: the model, or a batch with images, recorded experts or packed rows.
     """
 
-    def init_model(self, *args: Any, **kwargs: Any) -> None:
+    def init_model(self, *args: object, **kwargs: object) -> None:
         check_settings(self.cfg)
         super().init_model(*args, **kwargs)
 
@@ -114,7 +114,7 @@ class ScoresOfRows:
         temperature: float = 1.0,
         return_output: bool = False,
         compute_entropy: bool = False,
-        **_: Any,
+        **_: object,
     ) -> Any:
         """Return log-probabilities of the last tokens [B, num_actions]; with them, on request, entropies [B, S].
 

@@ -67,7 +67,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Score the rows of a mini-batch as one tree, compute verl's loss, and run the tree backward once.
 
         Args:

@@ -58,7 +58,7 @@ class Kernel(NamedTuple):
     """The rule that it runs."""
     module: str
     function: str
-    options: dict[str, Any]
+    options: dict[str, object]
     """Keyword arguments for every call."""
     grouped: bool
     """Whether it takes fewer heads of queries and keys than of values."""
@@ -66,7 +66,9 @@ class Kernel(NamedTuple):
     def bound(self, function: Scan) -> Scan:
         """Call the function with these options, and with tensors as it takes them."""
 
-        def scan(query: Tensor, key: Tensor, value: Tensor, *others: Tensor, **keywords: Any) -> Any:
+        def scan(
+            query: Tensor, key: Tensor, value: Tensor, *others: Tensor, **keywords: object
+        ) -> tuple[Tensor, Tensor | None]:
             repeat = value.shape[2] // query.shape[2]
             if repeat > 1 and not self.grouped:
                 query, key = (x.repeat_interleave(repeat, 2) for x in (query, key))

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -547,7 +547,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 """Losses on a language-model head by their command-line names."""
 
 
-def by_name(name: str, **options: Any) -> Loss:
+def by_name(name: str, **options: object) -> Loss:
     """Make a loss from its name and its options.
 
     Raises:

@@ -6,7 +6,7 @@ tree are computed beforehand, by the same function, and handed to the forward in
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -144,7 +144,9 @@ def _check_features(images: TreeImages, features: Sequence[int] | np.ndarray) ->
             )
 
 
-def with_images(model: nn.Module, rows: Sequence[Row] | TokenTree, images: Sequence[Any]) -> list[Trajectory]:
+def with_images(
+    model: nn.Module, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]
+) -> list[Trajectory]:
     """The rows with their images.
 
     Args:

@@ -8,6 +8,7 @@ template are in the folder presets; `examples/countdown/train_tokenizer.py` trai
 import json
 import logging
 import pickle
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -43,7 +44,7 @@ _FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "subfolder"
 
 
 def load_model(
-    name_or_path: str | Path, *, dtype: "torch.dtype | str" = "float32", seed: int = 0, **options: Any
+    name_or_path: str | Path, *, dtype: "torch.dtype | str" = "float32", seed: int = 0, **options: object
 ) -> "PreTrainedModel":
     """Load a causal language model in evaluation mode, on the CPU unless `options` say otherwise.
 
@@ -111,7 +112,7 @@ def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
         raise _cannot_load("configuration", name, folder, error) from error
 
 
-def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedTokenizerBase":
+def load_tokenizer(name_or_path: str | Path, **options: object) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model; needs no torch.
 
     Args:
@@ -172,7 +173,7 @@ def _preset_model(name: str, seed: int, dtype: "torch.dtype | str") -> "PreTrain
     return model.to(dtype=kind).eval()
 
 
-def model_without_weights(config: "PreTrainedConfig", **options: Any) -> "nn.Module | None":
+def model_without_weights(config: "PreTrainedConfig", **options: object) -> "nn.Module | None":
     """Build a causal LM of this configuration on the meta device, in evaluation mode.
 
     Returns:
@@ -199,7 +200,7 @@ def model_without_weights(config: "PreTrainedConfig", **options: Any) -> "nn.Mod
     return model if "attn_implementation" in options else with_softcap(model)
 
 
-def check_config(config: "PreTrainedConfig", **options: Any) -> "Capabilities | None":
+def check_config(config: "PreTrainedConfig", **options: object) -> "Capabilities | None":
     """Run `check_model` on a model of this configuration without weights, in evaluation mode.
 
     Args:
@@ -218,7 +219,7 @@ def check_config(config: "PreTrainedConfig", **options: Any) -> "Capabilities | 
     return None if model is None else check_model(model)
 
 
-def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
+def _check_source(name: str, source: str, options: dict[str, object]) -> None:
     """Run `check_config` for a folder or hub id, as `from_pretrained` would load it with these options.
 
     A configuration that cannot be read is ignored here; the loader raises an error for it.
@@ -283,7 +284,7 @@ def _model_folder(name: str) -> Path | None:
     raise DataError(f"{folder} has no config.json, so it is no model's folder; save_pretrained writes one")
 
 
-def _check_weights(name: str, found: dict[str, Any]) -> None:
+def _check_weights(name: str, found: Mapping[str, Iterable[str]]) -> None:
     """Refuse a model if some weights are not in its files: transformers would draw them at random.
 
     Args:

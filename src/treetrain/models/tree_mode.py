@@ -350,7 +350,7 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
         if calls and calls[-1][0] is module:  # not if another hook failed before `enter`
             calls.pop()
 
-    def call_in(run: TreeRun | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_in(run: TreeRun | None, function: Callable[..., object], *args: object, **kwargs: object) -> object:
         calls.append((function, run))
         depth = len(calls)
         try:
@@ -358,7 +358,7 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
         finally:
             del calls[depth - 1 :]
 
-    def remembering(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def remembering(checkpoint: Callable[..., object]) -> Callable[..., object]:
         """A checkpointing function whose second call belongs to the run of the first."""
         if isinstance(checkpoint, partial):  # transformers reads its keywords
             return partial(remembering(checkpoint.func), *checkpoint.args, **checkpoint.keywords)
@@ -386,7 +386,7 @@ COMPILATIONS = 64
 
 
 @contextmanager
-def compiled_layers(model: nn.Module, compiled: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def compiled_layers(model: nn.Module, compiled: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
     """Run decoder layers compiled within the block. Enter it last, when all hooks of the pass are in place.
 
     A layer's norms, rotary embedding, residuals and MLP read and write the hidden states a dozen times; compiled, a few

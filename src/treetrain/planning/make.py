@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from treetrain.planning.partition import partition
 from treetrain.planning.plan import Bytes, Costs, Plan, heights
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import Row, TokenTree, as_tree
+
+if TYPE_CHECKING:
+    from treetrain.data.records import Json
 
 _UNITS = {"b": 1} | {
     f"{letter}{ending}": base ** (power + 1)
@@ -137,7 +140,7 @@ class Budgeted:
     tokens: int | None
     """The budget in tokens that follows from it; None if tokens are not bounded."""
 
-    def explanation(self, plan: Plan) -> dict[str, Any]:
+    def explanation(self, plan: Plan) -> "dict[str, Json]":
         """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
         by = self.cost.seconds_by(plan)
         longest = int(heights(plan.layout).max(initial=0))
@@ -188,7 +191,7 @@ class Budgeted:
             lines.append(f"{line}  {row['name']}".rstrip())
         return "\n".join(lines)
 
-    def _budgets(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
+    def _budgets(self, plan: Plan, longest: int) -> "list[dict[str, Json]]":
         """Compare this plan with new plans of smaller and larger budgets."""
         tokens = plan.layout.num_tokens
         own = tokens if self.tokens is None else self.tokens

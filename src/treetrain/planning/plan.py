@@ -10,7 +10,7 @@ holds their keys and values.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int64
@@ -20,6 +20,7 @@ from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import Int64s, path_to
 
 Bools = NDArray[np.bool_]
+Number = TypeVar("Number", bound=np.number)
 
 
 _LETTERS = {"prefill": "P", "score": "P", "forward": "F", "backward": "B"}
@@ -81,7 +82,7 @@ class Purpose(Protocol):
     @property
     def tokens(self) -> int | None: ...
     def explain(self, plan: "Plan") -> str: ...
-    def explanation(self, plan: "Plan") -> dict[str, Any]: ...
+    def explanation(self, plan: "Plan") -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -317,14 +318,14 @@ class Plan:
         again = int(self.is_recomputed_token.sum())
         return again + int(self.sizes[self.runs_twice].sum())
 
-    def graphs_beside(self, per_part: NDArray[Any]) -> NDArray[Any]:
+    def graphs_beside(self, per_part: NDArray[Number]) -> NDArray[Number]:
         """Sum `per_part` [P] over the other parts whose graph is alive while each part runs; returns [P]."""
         if self.scores_first == "kept":
             stays = np.where(self.kept, per_part, 0)
             return np.cumsum(stays) - stays
         return self._above(np.where(self.kept, per_part, 0))
 
-    def _above(self, per_part: NDArray[Any]) -> NDArray[Any]:
+    def _above(self, per_part: NDArray[Number]) -> NDArray[Number]:
         """Sum `per_part` [P] over the parts on the path to each part; returns [P]."""
         above, total = [], [0] * (self.num_parts + 1)  # the last entry is read at roots, whose parent is -1
         for part, (parent, own) in enumerate(zip(self.parent.tolist(), per_part.tolist())):
@@ -352,7 +353,7 @@ class Plan:
         """
         return self._given_purpose().explain(self)
 
-    def explanation(self) -> dict[str, Any]:
+    def explanation(self) -> dict[str, object]:
         """The contents of `explain` as plain JSON data."""
         return self._given_purpose().explanation(self)
 

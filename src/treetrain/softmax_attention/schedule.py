@@ -24,8 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64
+from numpy.typing import NDArray
 
 from treetrain.tree.layout import FULL, AttentionRange, PackedLayout
+from treetrain.tree.token_tree import Int64s
+
+Floats = NDArray[np.float64]
 
 TILE = 64
 """Queries in a tile."""
@@ -397,8 +401,8 @@ def fork_blocks(
     end: Int64[np.ndarray, " S"],
     depth: Int64[np.ndarray, " N"],
     max_depth: Int64[np.ndarray, " S"],
-    rectangle: Callable[[Any, Any], Any],
-    tiles: Callable[[Any, Any], Any],
+    rectangle: Callable[[Int64s, Int64s], Floats],
+    tiles: Callable[[Int64s, Floats], Floats],
 ) -> ForkBlocks:
     """The blocks worth trying, in O(S log S) time.
 

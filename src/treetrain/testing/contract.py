@@ -7,7 +7,6 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -36,7 +35,7 @@ class Case:
     per_token: linear.RowLoss | None = None
     reduction: str = "token"
     temperature: float = TEMPERATURE
-    whole: Callable[[Any, Rows], torch.Tensor] | None = None
+    whole: Callable[[tuple[list[Tensor], list[Tensor]], Rows], torch.Tensor] | None = None
     """(scores, rows) -> the loss of the whole batch, for losses that are not a mean over tokens."""
     prepare: Callable[[Rows], Rows] = list
     """Changes the rows for both sides, for example into pairs."""
@@ -53,7 +52,7 @@ def scored(model: nn.Module, rows: Rows, temperature: float) -> tuple[list[Tenso
     """`linear.score_rows`, with the recorded experts of every row that has them."""
     experts, found = check_model(model).experts if any(row.experts is not None for row in rows) else None, []
     for row in rows:
-        forced: Any = contextlib.nullcontext()
+        forced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if experts is not None and row.experts is not None:
             assert experts.experts is not None and experts.top_k is not None
             forced = Routes(experts.experts, experts.top_k, row.experts)

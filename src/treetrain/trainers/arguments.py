@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
@@ -20,6 +20,9 @@ from treetrain.engine.extensions.process_group import wait_for_ranks
 from treetrain.errors import nearest
 from treetrain.planning.make import Bytes, parse_budget
 from treetrain.trainers.run_folder import check_name
+
+if TYPE_CHECKING:
+    import torch
 
 REFUSED: dict[str, str] = {
     "per_device_train_batch_size": "steps are filled with whole groups: set tokens_per_step, and "
@@ -133,7 +136,7 @@ class TreeArguments(TrainingArguments):
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps; numbers are means over them."})
 
     @functools.cached_property
-    def _setup_devices(self) -> Any:  # makes the process group
+    def _setup_devices(self) -> "torch.device":  # makes the process group
         wait_for_ranks()
         return super()._setup_devices
 

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load as distributed_load
 from torch.distributed.checkpoint.state_dict_saver import save as distributed_save
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from treetrain.data.records import Json
 from treetrain.engine.extensions.process_group import GroupRanks
@@ -62,6 +63,11 @@ from treetrain.trainers.run_facts import (
 from treetrain.trainers.run_folder import OWN, check_contents, check_name, delete, locked, mark
 from treetrain.trainers.skipped_steps import SkippedSteps, first_not_finite, skip_next_step
 from treetrain.trainers.stopping import StopWithCheckpoint, catch_signals
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from peft import PeftConfig
+    from torch.distributed.checkpoint.stateful import Stateful
 
 T = TypeVar("T")
 WHOLE, EXACT, FINITE = (
@@ -131,9 +137,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     how_to_set = "trainer.{} = True"
     """How the two settings above are given, shown in messages."""
 
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
+    model: PreTrainedModel
+    optimizer: "AcceleratedOptimizer"
+    lr_scheduler: LRScheduler
     _last_good: Path | None = None
     _resumed: Path | None = None
     _began_at = 0
@@ -141,7 +147,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     skipped_steps: SkippedSteps
     _facts: "dict[str, Json]"
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(SafeCheckpointsMixin):
             raise TypeError(f"{cls.__name__}: SafeCheckpointsMixin must stand before the Trainer in the list of bases")
@@ -217,7 +223,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def _check_folder(self, folder: Path, wanted: str | bool | None) -> None:
         """Refuse a folder with anything that the run would replace. Raises FolderRefused."""
         config = getattr(self.model, "config", None)
-        adapters: Any = getattr(self.model, "peft_config", {})
+        adapters: dict[str, PeftConfig] = getattr(self.model, "peft_config", {})
         models = [getattr(config, "_name_or_path", ""), *(one.base_model_name_or_path for one in adapters.values())]
         check_contents(
             folder,
@@ -342,7 +348,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     # ---- Saving
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write a checkpoint to a temporary folder, move it to its place when complete, then delete older ones."""
         state, rank, ranks = self.state, self.args.process_index, self.args.world_size
         folder, sharded = Path(super()._get_output_dir(trial)), _is_sharded(self.model)
@@ -392,7 +398,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             with suppress(OSError):  # the new checkpoint is good; a full disk fails at the next one
                 rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, WORKING) if self._writing else folder
 
@@ -494,7 +500,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def _ranks(self) -> Ranks:
         return GroupRanks(dist.group.WORLD) if self.args.world_size > 1 else Ranks()
 
-    def _callbacks(self) -> dict[str, Any]:
+    def _callbacks(self) -> "dict[str, Stateful]":
         """Callbacks with `load_state_dict`, by number and class name."""
         stateful = [each for each in self.callback_handler.callbacks if hasattr(each, "load_state_dict")]
         return {f"{number}.{type(each).__name__}": each for number, each in enumerate(stateful)}
@@ -517,7 +523,7 @@ class _Restoring(TrainerCallback):
     def __init__(self, trainer: SafeCheckpointsMixin) -> None:
         self._trainer, self.done = trainer, False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **_: object) -> None:
         self._trainer._restore_progress()
         self.done = True
 

@@ -401,7 +401,7 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
     if images:
         call |= joined_images(images, device)
 
-    def plain(labels: Tensor, **inputs: Any) -> CausalLMOutput:
+    def plain(labels: Tensor, **inputs: object) -> CausalLMOutput:
         logits = engine.model(**inputs, use_cache=False).logits
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -30,6 +30,15 @@ LOOKED_AT = 4096
 """At most so many rows of the training data are searched for prefixes that a step could share."""
 MOST_KEPT = 1 << 20
 """Tokens of calls without a tree: after so many no more are kept for the warning."""
+
+
+class GainsState(TypedDict):
+    """The state on which the next logs depend."""
+
+    counts: dict[str, float]
+    once: dict[str, float]
+    logged: list[str]
+    trees: int
 
 
 class Gains:
@@ -93,12 +102,12 @@ class Gains:
             self._untreed += rows_of(call, rewards=True).ids
             self._first["calls"] += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> GainsState:
         """Return the state on which the next logs depend."""
         once = self.once | self._kept
         return {"counts": dict(self._counts), "once": once, "logged": sorted(self._logged), "trees": self._trees}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: GainsState) -> None:
         """Go on with the logs of a stopped run."""
         self._counts, self._kept = Counter(state["counts"]), dict(state["once"])
         self._logged, self._trees = set(state["logged"]), state["trees"]

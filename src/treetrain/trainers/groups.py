@@ -10,21 +10,21 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int64
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treetrain.data.columns import codes_of, columns_of, prefix_order, sorted_by_prefix
+from treetrain.data.columns import Int64s, codes_of, columns_of, prefix_order, sorted_by_prefix
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.errors import DataError, expect
 from treetrain.planning.balance import dispatch
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.tree.stats import linear_work, tree_work
-from treetrain.tree.token_tree import as_tree
+from treetrain.tree.token_tree import TokenTree, as_tree
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -415,7 +415,25 @@ def _with_something_to_train(groups: list[RowNumbers], trained: Bool[np.ndarray,
     return [np.sort(np.concatenate([busy[0], *idle])), *busy[1:]]
 
 
-class StepDataset(Dataset[dict[str, Any]]):
+class CallInputs(TypedDict):
+    """The inputs of `TreeTrainer.training_step`."""
+
+    call: Call
+    rows: list[Trajectory]
+    """All rows of the call, over all ranks."""
+    tree: TokenTree
+    """The tree of those that this rank computes."""
+    own: Int64s
+    """Their places among the rows."""
+    unique_tokens: int
+    """Tokens of the tree of all rows."""
+    tree_flops: NotRequired[float]
+    linear_flops: NotRequired[float]
+    left_out: NotRequired[bool]
+    """Whether the batch was stopped before this call."""
+
+
+class StepDataset(Dataset[CallInputs]):
     """Gives the rows of a call and the tree of those that this rank computes.
 
     Args:
@@ -431,7 +449,7 @@ class StepDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, call: Call) -> dict[str, Any]:
+    def __getitem__(self, call: Call) -> CallInputs:
         """The inputs of `TreeTrainer.training_step`."""
         rows = [self.rows[number] for number in call.rows.tolist()]
         tree = own = as_tree(rows, merge=self._merge)
@@ -439,7 +457,7 @@ class StepDataset(Dataset[dict[str, Any]]):
         if self._ranks > 1 and rows:
             numbers = dispatch(tree, self._cost, self._ranks)[self._rank]
             own = as_tree([rows[number] for number in numbers.tolist()], merge=self._merge)
-        inputs = {"call": call, "rows": rows, "tree": own, "own": numbers, "unique_tokens": tree.num_tokens}
+        inputs: CallInputs = {"call": call, "rows": rows, "tree": own, "own": numbers, "unique_tokens": tree.num_tokens}
         if self._cost is not None:
             counts = self._cost.counts
             ranges = counts.attention_ranges

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -88,7 +87,7 @@ def read_run(folder: str | Path) -> Run:
     return run
 
 
-def compare_runs(run: Run, linear: Run) -> dict[str, Any]:
+def compare_runs(run: Run, linear: Run) -> dict[str, object]:
     """The figures of a comparison as plain JSON data.
 
     Returns:

@@ -14,7 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from treetrain.trainers.step_scores import StepScores, TreeScores
 if TYPE_CHECKING:
     from treetrain.engine.score import Scored
     from treetrain.trainers.first_step import Sample
+    from treetrain.trainers.gains import GainsState
     from treetrain.trainers.processes import Processes
 
 T = TypeVar("T", bound=Trainer)
@@ -132,7 +133,7 @@ class SharesPrefixes:
 
     prefix_sharing: "PrefixSharing"
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> object:
         """Train as the trainer does. If another process has ended, the error says which."""
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -140,34 +141,36 @@ class SharesPrefixes:
             self.prefix_sharing.steps.all_ranks.explain(error)
             raise
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[list, object]:
         """Get the micro-batches of the next optimizer step, which are scored as one tree if they share prefixes."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.prefix_sharing.steps.begin_step(batches)
         return batches, num_items
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self, *args: object, batch_size: int | None = None, **kwargs: object
+    ) -> object:
         """Score all rows of GRPO or RLOO in one call: `batch_size` is ignored, since the budget bounds memory."""
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
 
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, *args: object, **kwargs: object) -> Tensor:
         """Run the trainer's training step, and the backward of the trees whose rows have all been trained."""
         with self.prefix_sharing.training_step(model):
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
-    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, *args: object, **kwargs: object) -> object:
         """Compute the trainer's loss from the tree's scores."""
         with self.prefix_sharing.loss_of(model) as inner:
             return super().compute_loss(inner, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, model: nn.Module, inputs: object, prediction_loss_only: bool, *args: object, **kwargs: object
+    ) -> object:
         """Run the trainer's evaluation; if logits are wanted, the model's own forward computes them."""
         with self.prefix_sharing.evaluation(logits=not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
         """Add overlap, counts and speed-ups since the last logs to the logs of training steps."""
         if "loss" in logs:
             logs.update(self.prefix_sharing.gains.take_logs())
@@ -192,7 +195,7 @@ class FusedHead(NamedTuple):
 
         from treetrain.trainers.relied_on import TESTED
 
-        forward: Any = causal_lm(model).forward
+        forward = causal_lm(model).forward
         while forward is not None and not _is_fused(forward):
             forward = getattr(forward, "__wrapped__", None)
         if forward is None:
@@ -200,7 +203,7 @@ class FusedHead(NamedTuple):
                 f"trl {trl.__version__} does not give its model the fused head by which trainers of TRL "
                 f"{' to '.join(TESTED['trl'])} ask for log-probabilities (add_fused_lm_head): install one of these"
             )
-        settings: Any = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
+        settings = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
         if settings["cast_lm_head_to_fp32"]:
             raise ValueError("cast_lm_head_to_fp32=True: the head runs in the model's dtype here; set it to False")
         outputs = tuple(settings["outputs"])
@@ -215,7 +218,7 @@ class FusedHead(NamedTuple):
         return cls(float(settings["temperature"]), outputs)
 
 
-def _is_fused(forward: Any) -> bool:
+def _is_fused(forward: object) -> bool:
     """Whether this is the forward that TRL's `add_fused_lm_head` installs."""
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return {*FUSED_SETTINGS} <= {*getattr(code, "co_freevars", ())}
@@ -382,7 +385,7 @@ class PrefixSharing:
 
     # ---- The model's calls ----
 
-    def answer(self, forward: "TreeForward", args: tuple, kwargs: ModelInputs) -> Any:
+    def answer(self, forward: "TreeForward", args: tuple, kwargs: ModelInputs) -> object:
         """The result of a call of the model's forward: from a tree if it asks for scores, else its own."""
         model, plain, head = forward.module, forward.plain, forward.head
         gradients = torch.is_grad_enabled()
@@ -627,11 +630,11 @@ class PrefixSharing:
             "    loss = -logprobs.sum() / num_items_in_batch"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> "GainsState":
         """Return the state on which the next logs depend; the checkpoints of `SafeCheckpointsMixin` keep it."""
         return self.gains.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: "GainsState") -> None:
         """Go on with the logs of a stopped run."""
         self.gains.load_state_dict(state)
 
@@ -646,10 +649,10 @@ class OwnForward:
         self.module, self._name, self.plain = module, name, getattr(module, name)
         functools.update_wrapper(self, self.plain)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.plain(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return getattr, (self.module, self._name)  # a copy has no attributes yet, so this is the class's forward
 
 
@@ -664,7 +667,7 @@ class TreeForward(OwnForward):
         self._sharing, self.head = sharing, head
         self._replaces = vars(model).get(self._name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._sharing.answer(self, args, kwargs)
 
     def token_logprobs(self, inputs: ModelInputs, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -675,7 +678,7 @@ class TreeForward(OwnForward):
         """Say what to write in place of a read of the model's output."""
         return self._sharing.refusal(name)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return (
             super().__reduce__() if self._replaces is None or _is_fused(self._replaces) else (_same, (self._replaces,))
         )
@@ -704,12 +707,12 @@ class TreeOutput:
         """Log-probabilities of the labels' tokens, and entropies; see `treetrain.token_logprobs`."""
         return self._forward.token_logprobs(self._inputs | {"labels": labels}, temperature, entropy=entropy)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
         raise RuntimeError(self._forward.refusal(f".{name}"))  # an AttributeError would be no error for hasattr
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> Tensor | tuple[Tensor, ...]:
         if isinstance(key, slice):
             return tuple(x for x in (self.loss,) if x is not None)[key]
         if key in ("loss", 0) and self.loss is not None:
@@ -737,7 +740,7 @@ def _agreed(ranks: Ranks, asks: str, *, odd: bool = False) -> str:
     return asks
 
 
-def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _same(forward: Callable[..., object]) -> Callable[..., object]:
     return forward
 
 
@@ -745,7 +748,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A call of the method that does not keep its object alive. When the object is gone, it does nothing."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any, **kwargs: Any) -> None:
+    def call(*args: object, **kwargs: object) -> None:
         if (alive := reference()) is not None:
             alive(*args, **kwargs)
 

@@ -10,12 +10,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from treetrain.engine.ranks import Ranks
 from treetrain.trainers.skipped_steps import SkippedSteps
+
+
+class Resumes(Protocol):
+    """A trainer whose runs can go on: a `SafeCheckpointsMixin`."""
+
+    how_to_resume: str
+    callback_handler: CallbackHandler
 
 
 class StopWithCheckpoint(TrainerCallback):
@@ -30,7 +38,7 @@ class StopWithCheckpoint(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: Any, ranks: Ranks, signals: Sequence[int], skipped: SkippedSteps, most_skipped: int
+        self, trainer: Resumes, ranks: Ranks, signals: Sequence[int], skipped: SkippedSteps, most_skipped: int
     ) -> None:
         self._trainer, self._ranks, self._signals = trainer, ranks, signals
         self._skipped, self._most_skipped = skipped, most_skipped

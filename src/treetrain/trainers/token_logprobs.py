@@ -31,7 +31,7 @@ _OF_ROWS = (
 
 def token_logprobs(
     model: nn.Module | Any,
-    inputs: Mapping[str, Any] | Tensor,
+    inputs: Mapping[str, object] | Tensor,
     *,
     temperature: float = 1.0,
     return_entropy: bool = False,
@@ -86,7 +86,7 @@ def token_logprobs(
     return (logprobs, entropies) if return_entropy else logprobs
 
 
-def _arguments(model: nn.Module, inputs: Mapping[str, Any]) -> ModelInputs:
+def _arguments(model: nn.Module, inputs: Mapping[str, object]) -> ModelInputs:
     """The entries of a batch that describe its rows.
 
     Raises:

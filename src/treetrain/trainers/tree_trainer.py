@@ -58,7 +58,7 @@ from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
-from treetrain.trainers.groups import Call, StepDataset, StepSampler, make_groups, step_loader
+from treetrain.trainers.groups import Call, CallInputs, StepDataset, StepSampler, make_groups, step_loader
 from treetrain.trainers.relied_on import is_tested
 from treetrain.trainers.run_facts import facts_of_loss
 from treetrain.tree.token_tree import as_tree
@@ -102,8 +102,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     also_saved = (*SafeCheckpointsMixin.also_saved, "_steps")
     args: TreeArguments
-    model: Any
-    model_wrapped: Any
+    model: nn.Module
+    model_wrapped: nn.Module
     optimizer: Any
 
     def __init__(
@@ -119,7 +119,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, object]] | None = None,
     ) -> None:
         if not isinstance(args, TreeArguments):
             raise ValueError(
@@ -168,7 +168,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._engine_of(self.model)  # refuses a model before anything is computed
         self._ref_engine = self._reference(ref_model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treetrain-next-step")
-        self._next: tuple[Iterator[dict[str, Any]], Future[list[dict[str, Any]]]] | None = None
+        self._next: tuple[Iterator[CallInputs], Future[list[CallInputs]]] | None = None
         self._balance: RouterBalance | None = None
         self._calls: list[StepResult] = []
         self._numbers: dict[str, float] = {}
@@ -220,7 +220,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         options = {name: getattr(self.args, f"dataloader_{name}", None) for name in names}  # the last came after 5.3
         return step_loader(self.train_dataset, self._sampler, self.model, self.args, **options)  # type: ignore[arg-type]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: str | Sequence[Trajectory] | None = None) -> DataLoader:
         """The held-out rows in calls of whole groups."""
         rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
@@ -254,8 +254,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         )
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], float | None]:
+        self, epoch_iterator: Iterator[CallInputs], num_batches: int, device: torch.device
+    ) -> tuple[list[CallInputs], float | None]:
         """The calls of a step with all facts that its loss needs, and the normaliser of the loss.
 
         The trees of the next step are built in the background.
@@ -270,7 +270,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         first: Call = calls[0]["call"]
         self._batch.start_step(first.batch)
         if self._batch.stopped:
-            return [inputs | {"left_out": True} for inputs in calls], None
+            return [{**inputs, "left_out": True} for inputs in calls], None
         started = time.perf_counter()
         for fact in sorted(self._compute - self._batch.scores.keys()):  # in the same order on every rank
             members = [self.train_dataset[number] for number in first.batch_rows.tolist()]  # type: ignore[index]
@@ -298,7 +298,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     # ---- Steps ----
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: float | None = None
+        self, model: nn.Module, inputs: CallInputs, num_items_in_batch: float | None = None
     ) -> torch.Tensor:
         """Accumulate the gradients of a call.
 
@@ -357,7 +357,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         limit = self.args.target_kl
         self._batch.stopped = limit is not None and result.metrics.get("approx_kl", 0.0) > limit
 
-    def _routing(self, calls: list[dict[str, Any]]) -> RouterBalance | None:
+    def _routing(self, calls: list[CallInputs]) -> RouterBalance | None:
         """Count the routers' choices over a step of several calls; None for one call or without an auxiliary loss."""
         engine = self._engine_of(self.model_wrapped)
         if not engine.capabilities.auxiliary or len(calls) == 1:
@@ -676,7 +676,7 @@ class RunningBatch(TrainerCallback):
         if number != self.number:
             self.number, self.stopped, self.scores = number, False, {}
 
-    def with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def with_facts(self, inputs: CallInputs) -> CallInputs:
         """A call (see `StepDataset`) with the facts computed for its rows; its tree keeps its structure."""
         rows, numbers = list(inputs["rows"]), inputs["call"].rows.tolist()
         for fact, scores in self.scores.items():
@@ -684,9 +684,11 @@ class RunningBatch(TrainerCallback):
         if self.advantages is not None:
             rows = [row.replace(advantages=float(self.advantages[n])) for row, n in zip(rows, numbers, strict=True)]
         own = [rows[number] for number in inputs["own"].tolist()]
-        return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], rows=own)}
+        return {**inputs, "rows": rows, "tree": dataclasses.replace(inputs["tree"], rows=own)}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Start without a batch."""
         self.start_step(-1)
 

@@ -16,7 +16,7 @@ Under ZeRO-3 no process holds whole gradients. `extensions/zero.py` has DeepSpee
 they come, and all ranks score and run backward together, as under FSDP2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from treetrain.data.records import Json
 from treetrain.engine.deferred import DeferredGradient
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.zero import head_read_outside
@@ -137,7 +138,7 @@ CHANGES_PASSES = (
 """Sections of DeepSpeed's configuration that change what its own forward and backward compute."""
 
 
-def check_zero(config: dict[str, Any]) -> None:
+def check_zero(config: Mapping[str, Json]) -> None:
     """Refuse settings of DeepSpeed's configuration that cannot be exact.
 
     Raises:
@@ -170,7 +171,7 @@ def check_zero(config: dict[str, Any]) -> None:
             raise ValueError(f"share_prefixes cannot be exact with DeepSpeed's {reason}")
 
 
-def _enabled(config: dict[str, Any], name: str) -> bool:
+def _enabled(config: Mapping[str, Json], name: str) -> bool:
     """Whether a section of the configuration is there and does not say that it is switched off."""
     section = config.get(name)
     return section.get("enabled", True) is True if isinstance(section, dict) else bool(section)

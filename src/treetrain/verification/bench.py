@@ -10,7 +10,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ def bench(
     model: nn.Module,
     trajectories: Sequence[Row] | TokenTree,
     *,
-    loss: LossProtocol | Callable[..., Any] | None = None,
+    loss: LossProtocol | Callable[..., object] | None = None,
     temperature: float = 1.0,
     budget: int | str | Bytes | None = None,
     repeats: int = 5,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from operator import add
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -93,7 +93,7 @@ def verify(
     model: nn.Module,
     trajectories: Sequence[Row] | TokenTree,
     *,
-    loss: LossProtocol | Callable[..., Any] | None = None,
+    loss: LossProtocol | Callable[..., object] | None = None,
     temperature: float = 1.0,
     tolerance: float | None = None,
     budget: int | str | Bytes | None = None,

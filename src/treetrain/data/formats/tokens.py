@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +154,7 @@ def _fact(
     return entries
 
 
-def _experts(value: Any, length: int, keep: slice) -> NDArray[Any] | None:
+def _experts(value: Json, length: int, keep: slice) -> NDArray[np.generic] | None:
     """Recorded experts [L, layers, k]; the last token may be missing, since samplers do not run it."""
     if value is None:
         return None

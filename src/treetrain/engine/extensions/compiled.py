@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -17,7 +16,7 @@ class CompiledLayers(Extension):
         compiled: the engine's cache of compiled modules.
     """
 
-    def __init__(self, model: nn.Module, compiled: dict[nn.Module, Callable[..., Any]]):
+    def __init__(self, model: nn.Module, compiled: dict[nn.Module, Callable[..., object]]):
         self._model, self._compiled = model, compiled
 
     @contextmanager

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -253,8 +252,12 @@ def has_work(experts: MixtureOfExperts, tree: TokenTree, *, balanced: bool) -> b
 
 
 def _in_run(
-    current_run: Callable[[], TreeRun | None], router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    current_run: Callable[[], TreeRun | None],
+    router: Router,
+    forward: Callable[..., object],
+    *args: object,
+    **kwargs: object,
+) -> object:
     run = current_run()
     if run is None:
         raise UnsupportedModel(
@@ -310,14 +313,14 @@ class RouterPass:
             self, recorded=share.of_tokens(self.recorded, -1), counts=share.of_tokens(self.counts, 0), share=share
         )
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> dict[str, bool]:
         """Call before the model's forward. Returns arguments for it: whether it computes its own auxiliary loss."""
         if self.counts is None:
             return {}
         self.compares = self.collects and not self.routing.verified
         return {"output_router_logits": self.compares}
 
-    def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def route(self, router: Router, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Replaces a router's forward, also when activation checkpointing runs it again."""
         self.seen.add(router.place)
         if self.recorded is None:
@@ -408,10 +411,10 @@ def route_as_recorded(
     router: Router,
     recorded: Int64[Tensor, "n k"],
     experts: MixtureOfExperts,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    forward: Callable[..., object],
+    *args: object,
+    **kwargs: object,
+) -> object:
     """The output of a router that uses recorded experts.
 
     Args:

@@ -7,7 +7,7 @@ that stands in several parts, costs one forward and one backward of the encoder,
 Text after an image continues from the image's largest position, so positions are those of every token's own path.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -122,7 +122,7 @@ class EncoderBytes(NamedTuple):
     """Autocast's copies of weights, which all images share."""
 
 
-_COUNTED: dict[Any, EncoderBytes | str] = {}
+_COUNTED: dict[Hashable, EncoderBytes | str] = {}
 """Counts by what they depend on, for one byte of an image; the message for an encoder that cannot be counted."""
 
 

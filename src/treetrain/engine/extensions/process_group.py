@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,10 @@ from torch import Tensor, nn
 
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
 BUCKET_NUMBERS = 1 << 24
@@ -273,12 +277,14 @@ def _was_left_by_others(error: BaseException) -> bool:
     )
 
 
-def _made_once(key: Hashable, members: list[int], **options: Any) -> Any:
+def _made_once(
+    key: Hashable, members: list[int], backend: str | None = None, timeout: datetime.timedelta | None = None
+) -> "dist.ProcessGroup":
     if key not in _MADE:
         # With local synchronization, torch names a group by how many groups each member has, which may differ between
         # members. A group of all ranks does not need it.
         some = len(members) != dist.get_world_size()
-        _MADE[key] = dist.new_group(members, use_local_synchronization=some, **options)
+        _MADE[key] = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=some)
     return _MADE[key]
 
 
@@ -345,7 +351,7 @@ def is_shard(tensor: object) -> bool:
     return hasattr(tensor, "device_mesh") or is_partitioned(tensor)
 
 
-def meshes_of(*modules: nn.Module | None) -> list[Any]:
+def meshes_of(*modules: nn.Module | None) -> "list[DeviceMesh]":
     """The device meshes that weights of these modules lie on, each once."""
     weights: Any = (parameter for module in modules if module is not None for parameter in module.parameters())
     return list(dict.fromkeys(parameter.device_mesh for parameter in weights if hasattr(parameter, "device_mesh")))
@@ -427,7 +433,7 @@ def drop_waiting_gradients(*modules: nn.Module | None) -> None:
             whole.grad = None
 
 
-def _parameter_groups(module: Any) -> list[Any]:
+def _parameter_groups(module: "FSDPModule") -> list[Any]:
     """The groups of weights that FSDP2 gathers and reduces together; none for a module without its own weights."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

@@ -68,7 +68,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
     """
     lm = causal_lm(model)
     name, size = type(lm).__name__, int(getattr(lm, "_tp_size", None) or 1)
-    settings: Any = getattr(lm.config, "distributed_config", None) if getattr(lm, "_device_mesh", None) else None
+    settings: object = getattr(lm.config, "distributed_config", None) if getattr(lm, "_device_mesh", None) else None
     sizes = {field: int(getattr(settings, field, None) or 1) for field in ("ep_size", "pp_size", "fsdp_size")}
     if sizes["pp_size"] > 1 or sizes["ep_size"] not in (1, size):
         told = ", ".join(f"{field}={value}" for field, value in {"tp_size": size, **sizes}.items())

@@ -87,7 +87,7 @@ class _Additions(NamedTuple):
 
     adapter: str | None
     """The names of the active and of the merged adapters."""
-    forward: Any
+    forward: object
     """A forward of the instance: a weak reference, since its address may be another one's later."""
     hooks: tuple[int, ...]
     """The numbers of the hooks' handles; no two hooks of a process have the same."""
@@ -112,7 +112,7 @@ def _additions(engine: EngineModel) -> dict[str, tuple[nn.Module, _Additions]]:
     return found
 
 
-def _reference(forward: Any) -> Any:
+def _reference(forward: object) -> object:
     try:
         return ref(forward)
     except TypeError:  # a function in C, which nobody deletes
@@ -124,7 +124,7 @@ def _observed(modules: list[nn.Module]) -> Iterator[tuple[set[nn.Module], set[nn
     """Yield the sets of those modules whose hooks run within the block, and whose hooks change an input or output."""
     called, changing = set[nn.Module](), set[nn.Module]()
 
-    def observe(module: nn.Module, hook: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    def observe(module: nn.Module, hook: Callable[..., object], *given: object, **options: object) -> object:
         tensors = [x for x in _tensors(given) if not x.is_inference()]
         versions = [x._version for x in tensors]
         called.add(module)
@@ -216,14 +216,14 @@ class _Probe:
         graph: whether the modules compute gradients, since hooks and forwards may ask for that.
     """
 
-    called_alone: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    called_alone: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
     """Within it a module is called outside of a call of the model."""
 
     def __init__(
         self, modules: dict[str, nn.Module], head: nn.Module, changed: int, apart: Tensor, *, graph: bool = False
     ):
         self.names = {module: name for name, module in modules.items()}
-        self.of_head: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.of_head: tuple[tuple[object, ...], dict[str, object]] | None = None
         self._head, self._changed, self._apart, self._graph = head, changed, apart, graph
         self._seen: set[nn.Module] = set()
         self._comparing = False
@@ -241,7 +241,7 @@ class _Probe:
                 module._compiled_call_impl = partial(self._called, module, compiled or module._call_impl)
             yield
 
-    def _called(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _called(self, module: nn.Module, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         if self._comparing or module in self._seen:
             return call(*args, **kwargs)
         self._seen.add(module)
@@ -256,7 +256,7 @@ class _Probe:
             self._comparing = False
         return output
 
-    def compare(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare(self, name: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Raise UnsupportedModel if a token's output depends on one that it does not see."""
         generator = torch.Generator().manual_seed(0)
         changed = self._changed_input(args, kwargs, generator)
@@ -275,8 +275,8 @@ class _Probe:
                 raise UnsupportedModel(_message(name, module, moved))
 
     def _changed_input(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, args: tuple[object, ...], kwargs: dict[str, object], generator: torch.Generator
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """The arguments with another input at the changed token; None if the module is given no tokens."""
         for key, x in [*enumerate(args), *kwargs.items()]:
             if not isinstance(x, Tensor) or (by_token := _by_token(x)) is None:
@@ -339,7 +339,7 @@ def _by_token(x: Tensor) -> Tensor | None:
     return x if x.dim() and len(x) == _TOKENS else None
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _tensors(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, dict):
