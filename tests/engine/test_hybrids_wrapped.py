@@ -28,6 +28,7 @@ TRUNK = list(range(10))
 IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23, 24], [*TRUNK, 25, 26], [*TRUNK[:4], 27, 28, 29], [30, 31, 32]])
 ROWS = with_random_facts(IDS, 4)
 PLANS = [("1 part", "none"), ("chunks of 2", "mixed")]
+WHOLE = planned(*PLANS[0])
 
 
 def expected(model: nn.Module) -> torch.Tensor:
@@ -35,7 +36,7 @@ def expected(model: nn.Module) -> torch.Tensor:
     return linear.gradients(model, linear.batch_loss(scores, ROWS, PPO.per_token))
 
 
-def by_engine(model: nn.Module, engine=tt.TreeEngine) -> torch.Tensor:
+def by_engine(model: nn.Module, engine=WHOLE) -> torch.Tensor:
     model.zero_grad()
     engine(model, temperature=PPO.temperature).forward_backward(ROWS, PPO.loss)
     gradient = linear.gradients(model)

@@ -168,8 +168,8 @@ def test_random_forests_of_rows_with_images_are_exact(name, seed):
 @pytest.mark.parametrize(
     "runs",
     [
-        [(by_step, 6), (by_score, None)],
-        pytest.param([(by_step, None), (by_score, 6)], marks=pytest.mark.slow),
+        [(by_step, {"engine": planned("chunks of 7", "mixed")})],
+        pytest.param([(run, {"budget": n}) for run in (by_step, by_score) for n in (None, 6)], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("kind", ["frozen encoder", "adapters", "checkpointed layers"])
@@ -185,8 +185,8 @@ def test_other_ways_to_train_are_exact(name, kind, runs):
         model.gradient_checkpointing_enable()
     with PureFloat64():
         expected = plain_gradients(model, rows_of(name), loss_of)
-        for run, budget in runs:
-            check(run(model, rows_of(name), budget=budget), *expected)
+        for run, options in runs:
+            check(run(model, rows_of(name), **options), *expected)
 
 
 @pytest.mark.parametrize("budget", [None, 6])
@@ -224,15 +224,21 @@ def test_hooks_of_the_encoders_weights_run_once_on_the_whole_gradient():
 @pytest.mark.parametrize(
     "name", ["Qwen3-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_EXPERTS)]
 )
-@pytest.mark.parametrize("budget", [6, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "run, options",
+    [
+        (by_step, {"engine": planned("chunks of 7", "mixed")}),
+        *(pytest.param(by_score, {"budget": budget}, marks=pytest.mark.slow) for budget in (None, 6)),
+    ],
+)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, None)])
-def test_lower_precisions_err_no_more_than_the_rows(name, dtype, bound, budget):
+def test_lower_precisions_err_no_more_than_the_rows(name, dtype, bound, run, options):
     low = image_model(name, torch.bfloat16).to(dtype)
     wide = image_model(name, torch.bfloat16).double()
     with PureFloat64():
         _, truth = plain_gradients(wide, rows_of(name), lambda scores: loss_of([x.double() for x in scores]))
     _, rows = plain_gradients(low, rows_of(name), lambda scores: loss_of([x.float() for x in scores]))
-    error = linear.relative_error(by_score(low, rows_of(name), budget=budget)[1], truth)
+    error = linear.relative_error(run(low, rows_of(name), **options)[1], truth)
     assert error <= (1.5 * linear.relative_error(rows, truth) if bound is None else bound)
 
 
