@@ -490,8 +490,8 @@ def test_a_budget_in_bytes_is_held_while_more_graphs_are_kept_as_it_grows():
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "max_position_embeddings": 2048}
     model = make_model("qwen3", dtype=torch.float64, **shape)
-    stem = torch.randint(VOCAB, (400,)).tolist()
-    rows = [[*stem[: 100 * (k % 4)], *torch.randint(VOCAB, (250,)).tolist()] for k in range(12)]
+    stem = torch.randint(VOCAB, (200,)).tolist()
+    rows = [[*stem[: 50 * (k % 4)], *torch.randint(VOCAB, (125,)).tolist()] for k in range(12)]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     engine = tt.TreeEngine(model)
