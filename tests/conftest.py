@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support import counts
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads would only wait for each other
 CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
 """Not on every machine on which benchmarks/gpu.py runs the kernels' tests."""
@@ -37,6 +39,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if CHECKS_SHAPES:
         shapes.set_checked(not item.stash.get(_SHAPES_UNCHECKED, False))
+    counts.share()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def counts_of_all_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder of counts for the workers of this run and the processes that they start."""
+    base = tmp_path_factory.getbasetemp()
+    os.environ[counts.FOLDER] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "counts")
 
 
 @pytest.fixture(autouse=True, scope="session")

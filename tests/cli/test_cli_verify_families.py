@@ -40,11 +40,17 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 
 
 # Fast for the kinds of layers that differ; every family is held exact by tests/models.
-FAST = {"qwen3", "gpt_oss", "qwen3_5_text"}
+FAST = {("qwen3", "float64"), ("gpt_oss", "float32"), ("qwen3_5_text", "float32")}
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in EXACT])
-@pytest.mark.parametrize(("dtype", "budget"), [("float32", None), ("float64", "7")])
+@pytest.mark.parametrize(
+    ("dtype", "budget", "name"),
+    [
+        pytest.param(dtype, budget, name, marks=[] if (name, dtype) in FAST else [pytest.mark.slow])
+        for dtype, budget in (("float32", None), ("float64", "7"))
+        for name in EXACT
+    ],
+)
 def test_a_family_is_verified_from_its_folder(treetrain, rows_file, folder_of, name, dtype, budget):
     argv = ["verify", rows_file, "--model", folder_of(name), "--dtype", dtype, "--json"]
     report = treetrain(*argv, *(["--budget", budget] if budget else [])).json

@@ -44,7 +44,7 @@ def test_real_conversations_in_three_encodings_are_the_same_tree(shared_data):
     folder = shared_data / "tau_airline"
     tools = json.loads((folder / "tools.json").read_text())
     with open(folder / "trajectories.jsonl") as file:
-        talks = [json.loads(next(file))["messages"] for _ in range(6)]
+        talks = [json.loads(next(file))["messages"] for _ in range(2)]
     openai = [{"messages": talk, "tools": tools} for talk in talks]
     schemas = [{"input_schema" if k == "parameters" else k: v for k, v in tool["function"].items()} for tool in tools]
     anthropic = [{"messages": as_blocks(talk), "system": talk[0]["content"], "tools": schemas} for talk in talks]

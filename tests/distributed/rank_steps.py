@@ -266,7 +266,7 @@ def _made(job: Job) -> tuple[nn.Module, nn.Module | None, Rows]:
 def _alone(job: Job) -> tuple[dict[str, Tensor | None], tt.StepResult, list[Tensor]]:
     """Gradients, result and scores of the step by one process; jobs that differ in how ranks share it have the same."""
     model, head, rows = _made(job)
-    engine = tt.TreeEngine(model, temperature=job.temperature, value_head=head)
+    engine = planned("1 part", "none")(model, temperature=job.temperature, value_head=head)
     with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
         result = engine.forward_backward(rows, LOSSES[job.loss])
         scores = engine.logprobs(rows) if job.loss != "value" else []
@@ -382,7 +382,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     wrapped = parallel_model(model, how, mesh)
     engine = planned(*shapes[rank % len(shapes)])(wrapped, temperature=1.3, context=context)
     engine.prepared.scored_first = choice_of(keeps[rank % len(keeps)])  # type: ignore[method-assign]
-    reference = tt.TreeEngine(alone, temperature=1.3)
+    reference = planned("1 part", "none")(alone, temperature=1.3)
     own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
     orders = []
     with PureFloat64():

@@ -8,10 +8,10 @@ import torch
 from rank_steps import Job, bfloat16_errors, check
 
 from support.cases import EVERY
-from support.pairwise import pairwise
+from support.pairwise import singly
 
 
-@pairwise(split=["round", "halves", "first has all", "last has all"], parallel=["ddp", "fsdp"], size=[2, 4])
+@singly(split=["round", "halves", "first has all", "last has all"], parallel=["ddp", "fsdp"], size=[2, 4])
 def test_rows_may_be_split_in_any_way(run_on_ranks, parallel, split, size) -> None:
     check(run_on_ranks, Job(parallel, "ppo entropy", split=split), size=size)
 
@@ -31,16 +31,16 @@ MIXED_PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("plans", "reduce"),
+    ("plans", "reduce", "loss"),
     [
-        pytest.param(plans, reduce, marks=() if number % 2 == (reduce == "each") else pytest.mark.slow)
+        pytest.param(plans, reduce, loss, marks=() if number % 2 == (reduce == "each") == seed else pytest.mark.slow)
         for number, plans in enumerate(MIXED_PLANS)
         for reduce in ("each", "last")
+        for seed, loss in enumerate(("ppo entropy", "sft"))
     ],
 )
-def test_ranks_may_have_plans_of_different_shapes(run_on_ranks, plans, reduce) -> None:
-    check(run_on_ranks, Job("fsdp", "ppo entropy", shapes=MIXED_PLANS[plans], reduce=reduce))
-    check(run_on_ranks, Job("fsdp", "sft", shapes=MIXED_PLANS[plans], reduce=reduce, seed=1))
+def test_ranks_may_have_plans_of_different_shapes(run_on_ranks, plans, reduce, loss) -> None:
+    check(run_on_ranks, Job("fsdp", loss, shapes=MIXED_PLANS[plans], reduce=reduce, seed=int(loss == "sft")))
 
 
 def test_four_ranks_keep_and_recompute_in_one_step(run_on_ranks) -> None:
@@ -49,8 +49,7 @@ def test_four_ranks_keep_and_recompute_in_one_step(run_on_ranks) -> None:
         check(run_on_ranks, Job("fsdp", "grpo", shapes=shapes, split=split), size=4)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("loss", ["sft per trajectory", "gspo", "dpo", "own", "own contrast"])
+@singly(loss=["sft per trajectory", "gspo", "dpo", "own", "own contrast"], parallel=["ddp", "fsdp"])
 def test_losses_over_several_rows_see_those_of_all_ranks(run_on_ranks, loss, parallel) -> None:
     check(run_on_ranks, Job(parallel, loss, budget=9))
 
@@ -88,12 +87,10 @@ SHAPES_OF_MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", SHAPES_OF_MODELS)
-def test_kinds_of_models(run_on_ranks, kind) -> None:
-    job = SHAPES_OF_MODELS[kind]
-    for parallel in ("fsdp", "ddp"):
-        check(run_on_ranks, dataclasses.replace(job, parallel=parallel, budget=9, split="halves"))
-    check(run_on_ranks, dataclasses.replace(job, budget=9, split="first has all"))
+@singly(kind=SHAPES_OF_MODELS, way=[("fsdp", "halves"), ("ddp", "halves"), ("fsdp", "first has all")])
+def test_kinds_of_models(run_on_ranks, kind, way) -> None:
+    parallel, split = way
+    check(run_on_ranks, dataclasses.replace(SHAPES_OF_MODELS[kind], parallel=parallel, budget=9, split=split))
 
 
 @pytest.mark.parametrize(

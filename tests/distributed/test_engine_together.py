@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
+from support.pairwise import singly
 from support.processes import RankFailed
 from treetrain.testing.contract import PureFloat64
 from treetrain.verification.bench import measured_cost
@@ -286,8 +287,7 @@ def left_alone(group: Any, parallel: str, killed: bool) -> str:
     return outcome
 
 
-@pytest.mark.parametrize("case", DISAGREEMENTS)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@singly(case=DISAGREEMENTS, parallel=["ddp", "fsdp"])
 def test_ranks_that_disagree_are_told_so_on_every_rank(run_on_ranks, parallel, case) -> None:
     outcome = run_on_ranks(disagreeing, parallel, case)
     mine, others = DISAGREEMENTS[case]

@@ -1,6 +1,7 @@
 """A score on several ranks has the gradients of the mean over ranks, as DistributedDataParallel gives them."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
+from support.pairwise import singly
 
 QWEN3 = ("qwen3", ())
 PLANS = (("one segment per part", "mixed"), ("chunks of 2", "none"))
@@ -88,19 +90,24 @@ def check(run_on_ranks, how, *, keeps=("kept",), calls=1, split="round", changes
     return [outcome["scores_first"] for outcome in found]
 
 
+KEEPS = ("kept", "partly", "recomputed")
+
+
 def alternating(cases):
-    """Each case under one way, the next under the other; the rest are slow."""
+    """Each case is fast under one way and with some graphs kept, the next under the other and with others."""
     return [
-        pytest.param(how, case, marks=() if number % 2 == (how == "fsdp") else pytest.mark.slow)
-        for number, case in enumerate(cases)
+        pytest.param(
+            how, case, keeps, marks=() if number % 2 == (how == "fsdp") and fast == keeps else pytest.mark.slow
+        )
+        for number, (case, fast) in enumerate(zip(cases, itertools.cycle(KEEPS)))
         for how in ("ddp", "fsdp")
+        for keeps in KEEPS
     ]
 
 
-@pytest.mark.parametrize(("how", "split"), alternating(["round", "halves", "first has all", "last has all"]))
-def test_ranks_have_rows_of_their_own_or_none(run_on_ranks, how, split):
-    for keeps in (("kept",), ("partly",), ("recomputed",)):
-        check(run_on_ranks, how, keeps=keeps, split=split)
+@pytest.mark.parametrize(("how", "split", "keeps"), alternating(["round", "halves", "first has all", "last has all"]))
+def test_ranks_have_rows_of_their_own_or_none(run_on_ranks, how, split, keeps):
+    check(run_on_ranks, how, keeps=(keeps,), split=split)
 
 
 def test_ranks_of_a_sharded_model_all_keep_their_graphs_or_none_does(run_on_ranks):
@@ -114,16 +121,14 @@ def test_ranks_of_a_sharded_model_may_keep_the_graphs_of_other_parts(run_on_rank
     assert check(run_on_ranks, "fsdp", keeps=keeps, split="halves") == [["kept"]] * 2
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_step_may_be_accumulated(run_on_ranks, how):
-    for keeps in (("kept",), ("partly",), ("recomputed",)):
-        check(run_on_ranks, how, keeps=keeps, calls=3)
+@singly(keeps=KEEPS, how=["ddp", "fsdp"])
+def test_a_step_may_be_accumulated(run_on_ranks, how, keeps):
+    check(run_on_ranks, how, keeps=(keeps,), calls=3)
 
 
-@pytest.mark.parametrize(("how", "family"), alternating(["qwen3_5_text", "qwen3_moe", "gemma3_text"]))
-def test_kinds_of_models(run_on_ranks, how, family):
-    for keeps in (("kept",), ("partly",), ("recomputed",)):
-        check(run_on_ranks, how, keeps=keeps, changes=(family, ()), split="halves")
+@pytest.mark.parametrize(("how", "family", "keeps"), alternating(["qwen3_5_text", "qwen3_moe", "gemma3_text"]))
+def test_kinds_of_models(run_on_ranks, how, family, keeps):
+    check(run_on_ranks, how, keeps=(keeps,), changes=(family, ()), split="halves")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import treetrain as tt
 from support.models import make_model
-from support.pairwise import pairwise
+from support.pairwise import singly
 from treetrain.engine.extensions.tensor_parallel import tensor_parallel_ranks
 from treetrain.errors import RanksDisagree
 from treetrain.testing.contract import PureFloat64
@@ -184,13 +184,16 @@ WHOLE = {f"model.layers.*.self_attn.{name}": "replicate" for name in ("q_norm", 
 pytest.importorskip("transformers.distributed.tensor_parallel", reason="this transformers cuts models in another way")
 
 
-@pairwise(
+@singly(
     shape=["one segment per part", "chunks of 7", "shared prefill"],
     keep=["none", "all", "mixed"],
     loss=["ppo entropy", "gspo", "dpo"],
 )
 def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
     check(run_on_ranks, Job("tensor", loss, changes=KEYS, shapes=((shape, keep),) * 2))
+
+
+SMALL_PARTS = (("chunks of 2", "mixed"),) * 2
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,7 @@ def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_kinds_of_layers_and_heads(run_on_ranks, family, changes):
-    check(run_on_ranks, Job("tensor", "ppo entropy", family=family, changes=KEYS + changes, budget=4))
+    check(run_on_ranks, Job("tensor", "ppo entropy", family=family, changes=KEYS + changes, shapes=SMALL_PARTS))
 
 
 @pytest.mark.parametrize(
@@ -216,15 +219,16 @@ def test_kinds_of_layers_and_heads(run_on_ranks, family, changes):
         ("qwen3_moe", AUXILIARY, ()),
         ("qwen3_moe", AUXILIARY, (("ep_implementation", "all_reduce"),)),
         ("qwen3_moe", (), (("tp_plan", WHOLE),)),  # only the experts are divided, and embedding and head
-        ("mixtral", (), ()),
+        pytest.param("mixtral", (), (), marks=pytest.mark.slow),
         ("gpt_oss", (), (("ep_implementation", "all_to_all"),)),
         pytest.param("qwen3_next", (), (), marks=pytest.mark.slow),  # recurrent layers, shared experts
-        ("deepseek_v3", (("num_key_value_heads", 4),), ()),
+        pytest.param("deepseek_v3", (("num_key_value_heads", 4),), (), marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_experts_divided_over_ranks(run_on_ranks, family, changes, divided):
-    check(run_on_ranks, Job("expert", "ppo entropy", family=family, changes=KEYS + changes, divided=divided, budget=4))
+    changes = KEYS + changes
+    check(run_on_ranks, Job("expert", "ppo entropy", family, changes, divided=divided, budget=4))
 
 
 @pytest.mark.slow
@@ -238,7 +242,7 @@ def test_divided_experts_with_values_checkpointed_layers_and_several_calls(run_o
         assert outcome["error"] <= 1e-12, outcome
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tokens", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_expert_or_a_rank_without_tokens(run_on_ranks, tokens):
     for outcome in run_on_ranks(few_tokens, tokens):
         assert outcome <= 1e-12
@@ -251,7 +255,9 @@ def test_values_checkpointed_layers_and_several_calls(run_on_ranks):
     check(run_on_ranks, Job("tensor", "grpo", changes=KEYS, dtype=torch.float32, budget=4))
 
 
-@pytest.mark.parametrize("keeps", ["kept", "partly", "recomputed"])
+@pytest.mark.parametrize(
+    "keeps", ["partly", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kept", "recomputed"))]
+)
 def test_score_now_and_backward_later(run_on_ranks, keeps):
     plans = (("chunks of 7", "mixed"),) * 2
     for outcome in run_on_ranks(scored_step, "tensor", plans, (keeps,), 2, "round", ("qwen3", KEYS)):

@@ -13,7 +13,7 @@ FAST = ("N/4", "one segment per part", "chunks of 2", "shared prefill")
 @pytest.mark.parametrize(
     ("shape", "cases", "forests"),
     [
-        *((shape, [PPO], 4) for shape in FAST),
+        *((shape, [PPO], 3) for shape in FAST),
         *(pytest.param(shape, [SFT, PPO], 7, marks=pytest.mark.slow) for shape in SHAPES),
     ],
 )

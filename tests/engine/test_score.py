@@ -12,6 +12,7 @@ from torch import nn
 import treetrain as tt
 from support import moe
 from support.models import make_model
+from support.pairwise import singly
 from support.passes import unique_ids
 from support.plans import planned, scored_first
 from treetrain.engine.engine_model import EngineModel
@@ -37,7 +38,8 @@ ROWS = [
 ]
 SHAPES = [("1 part", "none"), ("N/4", "mixed"), ("one segment per part", "none"), ("chunks of 2", "all")]
 every_plan = pytest.mark.parametrize(("shape", "keep"), SHAPES)
-every_way = pytest.mark.parametrize("graphs", ["kept", "partly", "recomputed"])
+WAYS = ["kept", "partly", "recomputed"]
+every_way = pytest.mark.parametrize("graphs", WAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +118,7 @@ def test_logits_are_computed_again_where_there_is_no_room_for_them(model, monkey
                 assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(forests(), st.sampled_from(SHAPES), st.sampled_from(["kept", "recomputed"]), st.integers(0, 99))
 def test_random_forests(rows, plan, graphs, seed):
     model = make_model("llama", dtype=torch.float64, seed=seed % 3)
@@ -215,8 +217,7 @@ def test_a_head_with_an_adapter_gives_the_same_statistics(model):
     assert linear.relative_error(linear.gradients(adapted), truth) <= 1e-12
 
 
-@every_way
-@pytest.mark.parametrize("reentrant", [True, False])
+@singly(graphs=WAYS, reentrant=[True, False])
 def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):
     model = make_model("qwen3", dtype=torch.float64).train()
     _, truth, _ = linear_gradients(model, ROWS)
@@ -228,8 +229,7 @@ def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
-@every_way
-@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text", "gpt_oss"])
+@singly(family=["qwen3_5_text", "gemma3_text", "gpt_oss"], graphs=WAYS)
 def test_states_windows_and_sinks_are_handed_on(family, graphs):
     model = make_model(family).double()
     _, truth, _ = linear_gradients(model, ROWS)
@@ -239,9 +239,8 @@ def test_states_windows_and_sinks_are_handed_on(family, graphs):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
-@every_way
-@every_plan
-def test_the_routers_auxiliary_loss_is_a_leaf(shape, keep, graphs):
+@singly(plan=SHAPES, graphs=WAYS)
+def test_the_routers_auxiliary_loss_is_a_leaf(plan, graphs):
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = make_model("qwen3_moe", dtype=torch.float64, **changes)
     rows = [row for row in ROWS if len(row) > 1]
@@ -252,16 +251,14 @@ def test_the_routers_auxiliary_loss_is_a_leaf(shape, keep, graphs):
     (logprobs, _), logits = moe.score_rows(model, [tt.Trajectory(row) for row in rows])
     aux = moe.auxiliary_loss(logits)
     truth = linear.gradients(model, whole(logprobs, aux))
-    scored = engine_with(model, shape, keep, graphs).score(rows)
+    scored = engine_with(model, *plan, graphs).score(rows)
     assert torch.allclose(scored.aux_loss, aux, atol=1e-12)
     whole(scored.logprobs, scored.aux_loss).backward()
     scored.backward()
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
-@every_way
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recorded", [True, False])
+@singly(graphs=WAYS, reentrant=[True, False], recorded=[True, False])
 def test_checkpointed_experts_see_their_own_routing_again(graphs, reentrant, recorded):
     model = make_model("qwen3_moe", dtype=torch.float64, output_router_logits=not recorded, router_aux_loss_coef=0.5)
     rows = [tt.Trajectory(row) for row in ROWS if len(row) > 1]
@@ -493,8 +490,8 @@ def test_a_budget_in_bytes_is_held_while_more_graphs_are_kept_as_it_grows():
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "max_position_embeddings": 2048}
     model = make_model("qwen3", dtype=torch.float64, **shape)
-    stem = torch.randint(VOCAB, (400,)).tolist()
-    rows = [[*stem[: 100 * (k % 4)], *torch.randint(VOCAB, (250,)).tolist()] for k in range(12)]
+    stem = torch.randint(VOCAB, (200,)).tolist()
+    rows = [[*stem[: 50 * (k % 4)], *torch.randint(VOCAB, (125,)).tolist()] for k in range(12)]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     engine = tt.TreeEngine(model)

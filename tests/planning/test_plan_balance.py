@@ -61,7 +61,7 @@ ROUNDED = [[1, 1, 0], [0, 1, 0, 0, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1, 0], [1, 1, 
 
 @given(trajectories(max_rows=7), st.integers(2, 4))
 @example([Trajectory(ids) for ids in ROUNDED], 4)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_cut_of_the_pre_order_has_a_faster_slowest_rank(rows, ranks):
     rows = [row.replace(loss_weights=None) for row in rows if len(row) > 1]
     tree = build_tree(rows)

@@ -1,4 +1,4 @@
-"""Pairwise in place of full products: every pair of values meets in a fast test, other combinations in slow ones."""
+"""Few fast tests in place of full products: every pair of values, or every value, meets in one; the others are slow."""
 
 import itertools
 from collections.abc import Iterable
@@ -14,9 +14,18 @@ def pairwise(**axes: Iterable) -> pytest.MarkDecorator:
     Args:
         axes: the argument's name and its values.
     """
+    return _covering(2, axes)
+
+
+def singly(**axes: Iterable) -> pytest.MarkDecorator:
+    """The same for every value to occur: as many fast combinations as the longest axis has values."""
+    return _covering(1, axes)
+
+
+def _covering(together: int, axes: dict[str, Iterable]) -> pytest.MarkDecorator:
     combinations = list(itertools.product(*(list(values) for values in axes.values())))
     numbered = list(itertools.product(*(range(len(list(values))) for values in axes.values())))
-    pairs = [set(itertools.combinations(enumerate(one), 2)) or {one} for one in numbered]
+    pairs = [set(itertools.combinations(enumerate(one), together)) or {one} for one in numbered]
     missing, fast = set().union(*pairs), set()
     while missing:
         best = max(range(len(pairs)), key=lambda number: len(pairs[number] & missing))

@@ -12,7 +12,7 @@ from treetrain.planning.partition import _Cutter
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import build_tree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 
 def layout_of(rows) -> PackedLayout:
@@ -198,6 +198,9 @@ def on_plan(make_plan: Callable[[PackedLayout], Plan]) -> type[TreeEngine]:
         def plan_of(self, layout: PackedLayout) -> Plan:
             self.plans.append(make_plan(layout))
             return self.plans[-1]
+
+        def _faster(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
+            return tree, plan  # else rows without sharing could take its place, and the model is counted for that
 
     return OnPlan
 

@@ -19,7 +19,7 @@ SIZE = 4
 TIMEOUT = 60.0
 """Seconds that a function may take; a collective gives up somewhat earlier."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "rank_steps", "safe_runs"])
+_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "rank_steps", "safe_runs", "peft"])
 
 
 def start(target: Callable[..., None], *args: Any) -> Any:
@@ -104,6 +104,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    from support import counts
+
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     timeout = datetime.timedelta(seconds=TIMEOUT * 0.75)
@@ -119,6 +121,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             function, args, wanted = pipe.recv()
         except EOFError:
             return
+        counts.share()
         try:
             with mock.patch.dict(os.environ):  # accelerate and DeepSpeed set variables for good
                 found = function(groups[wanted], *args)

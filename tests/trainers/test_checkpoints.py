@@ -75,7 +75,7 @@ def damage(file: Path, kind: str) -> None:
 # ---- Resuming
 
 
-@pytest.mark.parametrize("step", [1, 4, 5, 7])
+@pytest.mark.parametrize("step", [4, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 7))])
 def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(step: int, undisturbed, tmp_path, capfd) -> None:
     # Steps 5 and 10 end epochs; 1, 4 and 7 are within one, and within the three steps between two logs.
     folder = tmp_path / "out"
@@ -106,11 +106,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "save_total_limit": 1,
     },
     "cosine": {"lr_scheduler_type": "cosine", "optim": "adamw_torch", "gradient_accumulation_steps": 3, "max_steps": 8},
-    "workers": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 1, "optim": "sgd"},
+    "workers": {"max_steps": 7, "dataloader_num_workers": 1, "gradient_accumulation_steps": 1, "optim": "sgd"},
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["evaluation", "cosine", "workers", pytest.param("best", marks=pytest.mark.slow)])
 def test_the_same_holds_for_other_settings(name: str, tmp_path) -> None:
     settings = SETTINGS[name]
     whole = make_trainer(tmp_path / "whole", **settings)
@@ -352,7 +352,7 @@ def check_full_disk(folder: Path, room: Any, undisturbed: dict[str, Any]) -> Non
     assert differences(resume(folder), undisturbed) == []
 
 
-@pytest.mark.parametrize("size", [1000, 10_000, 40_000])
+@pytest.mark.parametrize("size", [10_000, *(pytest.param(size, marks=pytest.mark.slow) for size in (1000, 40_000))])
 def test_a_full_disk_is_an_error_that_names_the_last_good_checkpoint(size: int, undisturbed, tmp_path) -> None:
     check_full_disk(tmp_path / "out", Room(size), undisturbed)
 

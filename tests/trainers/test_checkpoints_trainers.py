@@ -67,6 +67,7 @@ def test_an_adapter_resumes_bit_for_bit_and_its_checkpoint_holds_no_base_model(t
     assert "adapter_model.safetensors" in names and "model.safetensors" not in names
 
 
+@pytest.mark.slow  # the next test has shared prefixes beside it
 def test_trl_sft_resumes_bit_for_bit_with_its_metrics(tmp_path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     kind = type("SafeSFT", (SafeCheckpointsMixin, trl.SFTTrainer), {})

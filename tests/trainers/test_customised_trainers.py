@@ -529,7 +529,13 @@ def test_methods_that_are_set_on_the_object_are_run_too(tmp_path):
 
 @pytest.mark.parametrize(
     "kind, settings",
-    [("plain", {}), ("sft", {}), ("reward", {}), ("plain", {"lora": True}), ("sft", {"lora": True})],
+    [
+        *(("plain", {}), ("sft", {"lora": True})),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sft", {}), ("reward", {}), ("plain", {"lora": True}))
+        ),
+    ],
 )
 def test_copies_and_pickles_of_the_model_are_whole(kind, settings, tmp_path):
     common = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}

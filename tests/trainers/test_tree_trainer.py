@@ -315,7 +315,7 @@ def test_a_run_goes_on_in_the_middle_of_a_batch_bit_for_bit(tmp_path) -> None:
     assert max(apart(again, whole).values()) == 0
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_routers_auxiliary_loss_is_that_of_the_whole_step_in_any_number_of_calls(calls) -> None:
     rows = [row.replace(ids=row.ids % VOCAB) for row in branching_rows()]
     settings = {"max_steps": 3, "tokens_per_step": 180, "optim": "sgd", "learning_rate": 0.05}
