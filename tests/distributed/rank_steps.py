@@ -19,8 +19,8 @@ import treetrain as tt
 from support.cases import EVERY, OTHERS
 from support.models import make_model
 from support.moe import at_random
+from support.plans import keeping_graphs as choice_of
 from support.plans import planned
-from support.plans import scored_first as choice_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.linear import LinearEngine
 from treetrain.testing.contract import PureFloat64
@@ -381,7 +381,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
 
     wrapped = parallel_model(model, how, mesh)
     engine = planned(*shapes[rank % len(shapes)])(wrapped, temperature=1.3, context=context)
-    engine.prepared.scored_first = choice_of(keeps[rank % len(keeps)])  # type: ignore[method-assign]
+    engine.prepared.plan_keeping_graphs = choice_of(keeps[rank % len(keeps)])  # type: ignore[method-assign]
     reference = planned("1 part", "none")(alone, temperature=1.3)
     own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
     orders = []

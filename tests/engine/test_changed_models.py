@@ -27,7 +27,7 @@ def recomputing(model, **options):
     """An engine whose parts run again in backward."""
 
     engine = planned("chunks of 2", "all")(model, **options)
-    engine.prepared.scored_first = lambda plan: None
+    engine.prepared.plan_keeping_graphs = lambda plan: None
     return engine
 
 

@@ -46,7 +46,7 @@ def check_peak(model: Any, budget: int | None, run: Any, tolerance: float = 0.1)
     """Check the tensors alive at the peak against what is predicted, and return that."""
     engine = tt.TreeEngine(ready(model), budget=budget)
     plan = engine.plan(ROWS)
-    plan = engine.prepared.scored_first(plan) if run is score else plan
+    plan = engine.prepared.plan_keeping_graphs(plan) if run is score else plan
     predicted = engine.prepared.cost.bytes_by(plan)
     with CountStorages() as meter:
         run(engine)
@@ -92,7 +92,7 @@ def test_a_budget_in_bytes_holds_with_the_encoder(run):
     engine = tt.TreeEngine(ready(model), budget=f"{int(most - 1e6)}B")  # the parts alone would fit as a whole
     plan = engine.plan(ROWS)
     assert plan.num_parts > 1
-    first = engine.prepared.scored_first(plan)
+    first = engine.prepared.plan_keeping_graphs(plan)
     assert max(cost.peak_bytes(plan), cost.peak_bytes(first)) <= most - 1e6
     with CountStorages() as meter:
         run(engine)

@@ -27,7 +27,7 @@ from support.images import (
     row,
 )
 from support.models import make_model
-from support.plans import KEEPS, SHAPES, on_plan, planned, scored_first
+from support.plans import KEEPS, SHAPES, keeping_graphs, on_plan, planned
 from treetrain.data.images import SIZES
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.model_passes import ModelPasses
@@ -144,7 +144,7 @@ def test_plans_of_every_shape_are_exact(name, shape, keep):
     with PureFloat64():
         check(by_step(model, rows_of(name), engine), loss, gradient)
         graphs = {"none": "recomputed", "all": "kept", "mixed": "partly"}[keep]
-        with mock.patch.object(EngineModel, "scored_first", lambda _self, plan: scored_first(graphs)(plan)):
+        with mock.patch.object(EngineModel, "plan_keeping_graphs", lambda _self, plan: keeping_graphs(graphs)(plan)):
             check(by_score(model, rows_of(name), engine), loss, gradient)
 
 

@@ -14,7 +14,7 @@ from support import moe
 from support.models import make_model
 from support.pairwise import singly
 from support.passes import unique_ids
-from support.plans import planned, scored_first
+from support.plans import keeping_graphs, planned
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
 from treetrain.engine.meters import CountStorages
@@ -58,7 +58,7 @@ def engine_with(model, shape, keep, graphs, **options):
     """An engine whose plans have one shape, and whose graphs are kept or not."""
 
     engine = planned(shape, keep)(model, **options)
-    engine.prepared.scored_first = scored_first(graphs)
+    engine.prepared.plan_keeping_graphs = keeping_graphs(graphs)
     return engine
 
 
@@ -349,11 +349,11 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     engine = tt.TreeEngine(model, budget="1GiB")
     kept = scored.plan
     monkeypatch.setattr(CostModel, "peak_bytes", lambda self, plan: (1 + (plan.scores_first == "kept")) * 1e8)
-    assert engine.prepared.scored_first(kept).kept.all()
+    assert engine.prepared.plan_keeping_graphs(kept).kept.all()
     monkeypatch.setattr(CostModel, "graphs_within", lambda self, plan, limit: PartBytes(np.ones(1), np.full(1, -1.0)))
-    assert tt.TreeEngine(model, budget="150MB").prepared.scored_first(kept) is None
+    assert tt.TreeEngine(model, budget="150MB").prepared.plan_keeping_graphs(kept) is None
     monkeypatch.setattr(EngineModel, "free_bytes", lambda self: 150e6)
-    assert tt.TreeEngine(model).prepared.scored_first(kept) is None
+    assert tt.TreeEngine(model).prepared.plan_keeping_graphs(kept) is None
     assert "again with graph when the loss is known" in tt.TreeEngine(model, budget=1).score(rows).plan.explain()
     assert "graphs are kept until the loss is known" in scored.plan.explain()
 
@@ -435,7 +435,7 @@ def test_a_loss_that_compares_rows_runs_nothing_twice_where_all_graphs_fit(model
     engines["whole"] = tt.TreeEngine(model)
     found = {}
     for graphs, engine in engines.items():
-        monkeypatch.setattr(engine.prepared, "scored_first", scored_first(graphs.replace("whole", "kept")))
+        monkeypatch.setattr(engine.prepared, "plan_keeping_graphs", keeping_graphs(graphs.replace("whole", "kept")))
         model.zero_grad()
         result = engine.forward_backward(rows, loss)
         found[graphs] = linear.gradients(model)
@@ -495,7 +495,7 @@ def test_a_budget_in_bytes_is_held_while_more_graphs_are_kept_as_it_grows():
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     engine = tt.TreeEngine(model)
-    whole = engine.cost.peak_bytes(engine.plan(rows).scored_first())
+    whole = engine.cost.peak_bytes(engine.plan(rows).keeping_graphs())
     again = []
     for share in (0.4, 0.6, 0.8, 1.01):
         budget = Bytes(int(share * whole))

@@ -25,12 +25,13 @@ def attention_forest(rows) -> Forest:
     return Forest.of(layout_of(rows))
 
 
-def scored_first(graphs: str) -> Callable[[Plan], Plan | None]:
-    """In the place of `EngineModel.scored_first`: all graphs are kept, those of every second part, or none."""
+def keeping_graphs(graphs: str) -> Callable[[Plan], Plan | None]:
+    """In the place of `EngineModel.plan_keeping_graphs`: all graphs are kept, those of every second part, or none."""
 
     def choose(plan: Plan) -> Plan | None:
-        every = np.arange(plan.num_parts)
-        return {"kept": plan.scored_first(), "partly": plan.scored_first(every % 2 == 1), "recomputed": None}[graphs]
+        second = np.arange(plan.num_parts) % 2 == 1
+        found = {"kept": plan.keeping_graphs(), "partly": plan.keeping_graphs(second), "recomputed": None}
+        return found[graphs]
 
     return choose
 

@@ -387,18 +387,18 @@ class EngineModel:
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free
         return room is not None and (peak <= room if extra is None else MEMORY_MARGIN * (peak + extra) <= room)
 
-    def scored_first(self, plan: Plan) -> Plan | None:
+    def plan_keeping_graphs(self, plan: Plan) -> Plan | None:
         """The plan for a loss that is known after all parts are scored, with the graphs kept that fit until then.
 
         They fit into the budget or into free memory. None if the caches of all parts do not fit.
         """
-        whole = plan.scored_first()
+        whole = plan.keeping_graphs()
         if plan.num_parts <= 1:
             return whole
         tokens, cost = self.budget if isinstance(self.budget, int) else None, self.cost
         if whole.peak_tokens <= tokens if tokens is not None else self.has_room(whole):
             return whole
-        from treetrain.planning.scored_first import FINER, MOST_PARTS, keeping_most
+        from treetrain.planning.kept_graphs import FINER, MOST_PARTS, keeping_most
 
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
         found = [keeping_most(plan, cost, tokens=tokens, room=room)]

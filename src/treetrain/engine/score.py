@@ -5,7 +5,7 @@ has filled their ``.grad``, `Scored.backward` runs these gradients through the t
 `values` and `rewards` do the same within one autograd node.
 
 `Scoring` runs the passes for all of them and for batch-scope losses. The graphs that fit into the budget are kept until
-backward, those first that would take longest to make again (`planning/scored_first.py`). The other parts are scored
+backward, those first that would take longest to make again (`planning/kept_graphs.py`). The other parts are scored
 without graph and run again in backward.
 """
 
@@ -71,7 +71,8 @@ class Scoring:
         self.plan, self.layout = plan, plan.layout
         if self.live:
             # Where passes are collective, all ranks keep graphs (each its own choice of parts), or none does.
-            ranks, first = engine.sharing.ranks if engine.sharing.collective else Ranks(), engine.scored_first(plan)
+            ranks = engine.sharing.ranks if engine.sharing.collective else Ranks()
+            first = engine.plan_keeping_graphs(plan)
             keeps = all(ranks.exchange(first is not None))
             self.plan = first if keeps and first is not None else replace(plan, scores_first="recomputed")
         self.tokens_without_graph, self.attention = 0, Counter[str]()

@@ -108,7 +108,7 @@ def within_bytes(layout: PackedLayout, cost: Costs, limit: Bytes) -> tuple[Plan,
     return fits[2], fits[0]
 
 
-def _scored_first(plan: Plan) -> str:
+def _kept_graphs(plan: Plan) -> str:
     """Say what happens to the graphs of a plan whose loss is known only after everything has been scored."""
     if plan.scores_first == "recomputed":
         return "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)"
@@ -176,7 +176,7 @@ class Budgeted:
             f"largest {f['largest_part']} tokens",
             "tokens": f"{f['tokens']} computed; longest path {f['longest_path']}",
             "recomputed": f"{f['recomputed_tokens']} tokens forward",
-            "scored first": _scored_first(plan),
+            "scored first": _kept_graphs(plan),
             "alive at once": f"{f['peak_tokens']} tokens",
             "peak memory": f"{Bytes(round(facts['peak_bytes']))} predicted, above model, gradients, optimiser state",
             "time of a step": f"{seconds[0]} predicted: {seconds[1]} run twice, {seconds[2]} passes' fixed cost",

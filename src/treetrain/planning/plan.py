@@ -244,7 +244,7 @@ class Plan:
         while stack:
             yield "leave", stack.pop()
 
-    def scored_first(self, kept: Bool[np.ndarray, " P"] | None = None) -> Self:
+    def keeping_graphs(self, kept: Bool[np.ndarray, " P"] | None = None) -> Self:
         """The same parts; all are scored before the first runs backward, and these (None: all) keep their graphs."""
         kept = np.ones(self.num_parts, bool) if kept is None else kept
         return replace(self, kept=kept, prefill=np.full_like(self.prefill, -1), scores_first="kept")

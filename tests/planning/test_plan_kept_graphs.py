@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 import treetrain as tt
 from support.plans import layout_of
 from treetrain.planning.cost import CostModel
+from treetrain.planning.kept_graphs import keeping_most, most_worth_keeping
 from treetrain.planning.make import make_plan
 from treetrain.planning.plan import Plan
-from treetrain.planning.scored_first import keeping_most, most_worth_keeping
 
 COST = CostModel.from_shape(tt.ModelShape.named("qwen3-0.6b"))
 STEM = list(range(400))
@@ -46,7 +46,7 @@ def test_a_budget_holds_in_both_phases(share):
 
 def test_a_budget_in_bytes_holds_as_predicted_and_time_falls_as_it_grows():
     plan = plan_of(200)
-    whole, seconds = COST.peak_bytes(plan.scored_first()), []
+    whole, seconds = COST.peak_bytes(plan.keeping_graphs()), []
     for share in (0.4, 0.55, 0.7, 0.85, 1.0):
         found = keeping_most(plan, COST, tokens=None, room=share * whole)
         assert found is not None and COST.peak_bytes(found) <= share * whole * (1 + 1e-9)

@@ -66,7 +66,7 @@ def keeping_most(plan: Plan, cost: CostModel | None, *, tokens: int | None, room
         tokens: most tokens whose graph is alive at once; None bounds bytes alone.
         room: bytes that the plan may use, if `tokens` is None.
     """
-    held = plan.scored_first()
+    held = plan.keeping_graphs()
     sizes = plan.sizes.astype(np.float64)
     worth = sizes if cost is None else cost.again_seconds(plan)
     if tokens is not None:
@@ -82,4 +82,4 @@ def keeping_most(plan: Plan, cost: CostModel | None, *, tokens: int | None, room
     else:
         graph, beside = cost.graphs_within(held, room)
     kept = most_worth_keeping(worth, graph, beside)
-    return None if kept is None else plan.scored_first(kept)
+    return None if kept is None else plan.keeping_graphs(kept)
