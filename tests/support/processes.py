@@ -53,6 +53,7 @@ class Processes:
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._calls = 0
         for rank in range(size):
             here, there = _CONTEXT.Pipe()
             self._processes.append(start(_serve, rank, size, port, there))
@@ -66,8 +67,9 @@ class Processes:
             RankFailed: with the tracebacks of the ranks that failed; the processes are ended then.
         """
         pipes = self._pipes[:size]
+        self._calls += 1
         for pipe in pipes:
-            pipe.send((function, args, size))
+            pipe.send((function, args, size, self._calls))
         found: dict[int, Any] = {}
         while len(found) < size:
             ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout)
@@ -99,6 +101,16 @@ class Processes:
             process.join()
 
 
+def _name_groups_from(number: int) -> None:
+    """Have all ranks name new groups by equal numbers again.
+
+    torch numbers groups, and since 2.14 those too that are made by their members alone, which other ranks do not count.
+    """
+    import torch.distributed as dist
+
+    dist.distributed_c10d._world.group_count = number  # type: ignore[attr-defined]
+
+
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -113,14 +125,16 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     # By all of them: the name of a group that is made by its members alone depends on what each has made before.
     groups: dict[int, Any] = {size: dist.group.WORLD}
     for wanted in range(1, size):
+        _name_groups_from(10 * wanted)
         groups[wanted] = dist.new_group(list(range(wanted)), timeout=timeout)
         if rank >= wanted:  # all are to have as many groups as the others, see above
             dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     while True:
         try:
-            function, args, wanted = pipe.recv()
+            function, args, wanted, number = pipe.recv()
         except EOFError:
             return
+        _name_groups_from(1000 * number)
         counts.share()
         try:
             with mock.patch.dict(os.environ):  # accelerate and DeepSpeed set variables for good

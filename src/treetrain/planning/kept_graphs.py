@@ -10,9 +10,11 @@ have run backward. So a choice fits if, for every part, the kept graphs before i
 
 The cache of every part is held from its first forward to its backward, so nothing but the parts that run again runs
 twice. Parts are kept in the order of the seconds that running them again would take, per token or byte of their graph,
-as long as they fit. An early part's graph is alive while all later parts run again, so the last parts may
-be worth more; the search tries beginnings from which on parts may be kept.
+or of those seconds alone, as long as they fit. An early part's graph is alive while all later parts run again, so the
+last parts may be worth more; the search tries beginnings from which on parts may be kept.
 """
+
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,9 +45,11 @@ def most_worth_keeping(worth: Floats, graph: Floats, beside: Floats) -> NDArray[
     count = len(worth)
     if (beside < 0).any():
         return None
-    by_worth = np.lexsort((-np.arange(count), -worth / np.maximum(graph, 1e-9)))
     best, most = np.zeros(count, bool), -1.0
-    for first in np.unique(np.linspace(0, count, BEGINNINGS, endpoint=False).astype(int)).tolist():
+    beginnings = np.unique(np.linspace(0, count, BEGINNINGS, endpoint=False).astype(int)).tolist()
+    # Worth for its memory first; and worth alone, since small parts may leave no room for a large one.
+    orders = [np.lexsort((-np.arange(count), -key)) for key in (worth / np.maximum(graph, 1e-9), worth)]
+    for by_worth, first in itertools.product(orders, beginnings):
         kept, left = np.zeros(count, bool), beside.copy()
         for part in by_worth[by_worth >= first].tolist():
             later = left[part + 1 :]
