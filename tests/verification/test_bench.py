@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treetrain as tt
+from support.models import make_model
 from treetrain.engine.costs import cost_of
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
@@ -51,6 +52,18 @@ def test_the_baselines_compute_what_the_plain_model_computes(model, rows, engine
     result = engine(model, pack_tokens=pack_tokens, temperature=0.8).forward_backward(rows, loss)
     assert result.loss == pytest.approx(expected_loss, rel=1e-5)
     assert relative_error(gradients(model).values(), expected.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_deep", "bamba_deep"])
+def test_the_baselines_of_hybrids_compute_what_the_plain_model_computes(family, rows):
+    model, loss = make_model(family, vocab_size=64), LOSSES["sft"]
+    expected_loss = PlainModel(model).accumulate_gradients(rows, loss, loss.normaliser(rows))
+    expected = gradients(model)
+    for engine in (LinearEngine, PaddedEngine):
+        model.zero_grad()
+        result = engine(model, pack_tokens=20).forward_backward(rows, loss)
+        assert result.loss == pytest.approx(expected_loss, rel=1e-5)
+        assert relative_error(gradients(model).values(), expected.values()) <= 1e-5
 
 
 def test_the_baselines_share_nothing(model, rows):

@@ -17,12 +17,14 @@ from torch import nn
 
 from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor, Part, PassCounts
-from treetrain.engine.extension import LossExtension
+from treetrain.engine.extension import Extension, LossExtension
+from treetrain.engine.extensions.recurrence import Recurrence
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import LossProtocol, as_loss
-from treetrain.engine.loss_gradients import KnownGradients
+from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.errors import UnsupportedModel
 from treetrain.losses import sft
@@ -163,8 +165,22 @@ class PaddedPasses(ModelPasses):
     """Passes over forests of single rows, each forest as one right-padded batch.
 
     Padding comes after every real token, so causal attention needs no padding mask. Each batch is one stock causal call
-    per layer of transformers' own attention, with the same fused head as in all other runs.
+    per layer of transformers' own attention, with the same fused head as in all other runs. Recurrent layers run as
+    they are too.
     """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        extensions: Sequence[Extension],
+        counts: PassCounts,
+        table: ScoreTable | None,
+        gradients: KnownGradients | None = None,
+        *,
+        keep_logits: bool = False,
+    ):
+        plain = [extension for extension in extensions if not isinstance(extension, Recurrence)]
+        super().__init__(model, plain, counts, table, gradients, keep_logits=keep_logits)
 
     def mode(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Switch nothing: attention is transformers' own."""
