@@ -131,6 +131,22 @@ SECTIONS = (
         },
     ),
     Section(
+        "Images",
+        "A step of a Qwen3-VL shape on eight answers to one question about one image, in CPU seconds: the plain model "
+        "on the padded batch that TRL's GRPO makes, and a tree. The encoder by itself, on eight images and on one.",
+        "images.csv",
+        ("answers",),
+        {
+            "answers": "answers",
+            "tokens of a row, of its image": lambda row: f"{row['row_tokens']}, {row['image_tokens']}",
+            "without, s": "without_s",
+            "with, s": "with_s",
+            "encoder without, s": "encoder_8_s",
+            "encoder with, s": "encoder_1_s",
+            "measured": "speedup",
+        },
+    ),
+    Section(
         "Inside trainers, sharded",
         "An optimizer step of a plain `transformers.Trainer` over micro-batches of one tool-agent call, sharded by "
         "accelerate over two processes, with and without `tt.share_prefixes`: seconds of the slower process.",
