@@ -444,7 +444,7 @@ def in_batches(path, kind, codec, column, batches):
 @pytest.mark.parametrize("kind", ["file", "stream"])
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_batches_that_decompress_without_bound_are_refused_together(tmp_path, monkeypatch, kind, codec):
-    path = in_batches(tmp_path / "rows.arrow", kind, codec, zeros(2, 1 << 17), 20)
+    path = in_batches(tmp_path / "rows.arrow", kind, codec, zeros(2, 1 << 15), 20)
     assert len(load(path).trajectories) == 40
     monkeypatch.setattr(files, "BOMB_BYTES", 1 << 20)
     monkeypatch.setattr(files, "BOMB_RATIO", 20)

@@ -18,6 +18,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Trainer
 
 import treetrain as tt
 from support.fsdp_on_cpus import needs_sharding_on_cpus
+from support.pairwise import pairwise
 from treetrain.testing.contract import DOUBLE, SINGLE
 
 ROWS = [
@@ -104,11 +105,9 @@ def gradient(model: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, DOUBLE), (torch.float32, SINGLE)], ids=["float64", "float32"])
-@pytest.mark.parametrize("labels", [True, False], ids=["labels", "all"])
-@pytest.mark.parametrize("shape", BATCHES)
-@pytest.mark.parametrize("budget", ["plain", None, 7])
-def test_scores_and_gradients_are_those_of_each_row_alone(budget, shape, labels, dtype, bound, tmp_path):
+@pairwise(budget=["plain", None, 7], shape=BATCHES, labels=[True, False], dtype=[torch.float64, torch.float32])
+def test_scores_and_gradients_are_those_of_each_row_alone(budget, shape, labels, dtype, tmp_path):
+    bound = DOUBLE if dtype is torch.float64 else SINGLE
     model, batch = runs.model(dtype=dtype), BATCHES[shape]()
     batch = labelled(batch) if labels else batch
     with double() if dtype is torch.float64 else contextlib.nullcontext():
