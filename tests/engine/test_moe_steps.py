@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 import treetrain as tt
@@ -352,3 +353,14 @@ def test_adapters_on_a_mixture_of_experts_are_exact(kind, shape):
     expected = reference(model, ROUTED)
     model.zero_grad()
     check(model, planned(shape, "mixed")(model).forward_backward(ROUTED, LOSS).loss, expected)
+
+
+def test_recorded_experts_of_layers_that_choose_twice_are_refused():
+    shape = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "kv_channels": 8}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**shape, **experts)).eval()
+    rows = [tt.Trajectory([1, 2, 3], experts=np.tile([0, 1], (3, 4, 1)))]
+    with pytest.raises(DataError, match="chooses experts more than once in a layer"):
+        tt.TreeEngine(model).forward_backward(rows, tt.losses.sft())
+    tt.TreeEngine(model).forward_backward([rows[0].replace(experts=None)], tt.losses.sft())

@@ -49,6 +49,11 @@ class MixtureOfExperts:
     auxiliary: float
     """The coefficient of the model's auxiliary loss; 0 if it adds none."""
 
+    @property
+    def ambiguous(self) -> bool:
+        """Whether a layer chooses experts more than once (JetMoe): tools do not agree on the order of such choices."""
+        return len(set(self.layer_numbers)) < self.places
+
 
 def check_experts(lm: nn.Module, config: PreTrainedConfig) -> MixtureOfExperts | None:
     """The model's experts; None for a model without any.

@@ -282,7 +282,7 @@ def with_experts(model: nn.Module, rows: Rows) -> Rows | None:
     experts = check_model(model).experts
     if experts is None:
         return rows
-    if experts.experts is None or experts.top_k is None:
+    if experts.experts is None or experts.top_k is None or experts.ambiguous:
         return None
     routed = []
     for row in rows:

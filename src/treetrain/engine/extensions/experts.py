@@ -231,6 +231,11 @@ def check_recorded(tree: TokenTree, experts: MixtureOfExperts | None) -> None:
         raise DataError(
             "rows have recorded experts, but no router of the model returns the experts it chose; leave `experts` out"
         )
+    if experts.ambiguous:
+        raise DataError(
+            "rows have recorded experts, but the model chooses experts more than once in a layer, and no tool says in "
+            "which order it records these choices; leave `experts` out"
+        )
     layers, each = recorded.shape[1:]
     if layers not in (experts.places, experts.layers) or each != experts.top_k:
         raise DataError(
