@@ -46,7 +46,7 @@ class Device(TypedDict):
 
 
 class Report(TypedDict):
-    """What the command finds."""
+    """The findings that the command prints."""
 
     treetrain: str
     python: str

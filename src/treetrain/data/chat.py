@@ -171,7 +171,7 @@ class ChatReader:
         ]
 
     def _place_image(self, keys: list[str], placed: list[PlacedImage], listed: list[object]) -> PlaceImage | None:
-        """What takes the place of an image; digests of images go to `keys`, images for the model to `placed`."""
+        """Return what to call for the text in place of an image; it adds a digest to `keys` or an image to `placed`."""
 
         def key(part: object, _here: str) -> str:
             keys.append(hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16])

@@ -42,7 +42,7 @@ class ImageFeatures(NamedTuple):
 
 @dataclass
 class _FeaturesGiven(ModelOutput):
-    """What a model's forward reads of ``get_image_features``. It returns these as a part of its own output."""
+    """The part of ``get_image_features`` that a model's forward reads, and returns within its own output."""
 
     pooler_output: Tensor | tuple[Tensor, ...] | None = None
     deepstack_features: list[Tensor | tuple[Tensor, ...]] | None = None

@@ -10,6 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from treetrain.engine.extensions.recurrence import Recurrence
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import LossProtocol, as_loss
-from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
+from treetrain.engine.loss_gradients import KnownGradients
 from treetrain.engine.model_passes import ModelPasses
 from treetrain.errors import UnsupportedModel
 from treetrain.losses import sft
@@ -169,18 +170,9 @@ class PaddedPasses(ModelPasses):
     they are too.
     """
 
-    def __init__(
-        self,
-        model: EngineModel,
-        extensions: Sequence[Extension],
-        counts: PassCounts,
-        table: ScoreTable | None,
-        gradients: KnownGradients | None = None,
-        *,
-        keep_logits: bool = False,
-    ):
+    def __init__(self, model: EngineModel, extensions: Sequence[Extension], *others: Any, **options: Any):
         plain = [extension for extension in extensions if not isinstance(extension, Recurrence)]
-        super().__init__(model, plain, counts, table, gradients, keep_logits=keep_logits)
+        super().__init__(model, plain, *others, **options)
 
     def mode(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Switch nothing: attention is transformers' own."""
