@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support import counts
+from support import counts, fewer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads would only wait for each other
 CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
@@ -24,6 +24,19 @@ SAMPLE = 8
 _SHAPES_UNCHECKED = pytest.StashKey[bool]()
 
 SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+class FewerCases:
+    """A plugin of its own, since a file has one hook of a name: this one comes before `-m "not slow"` is applied."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if config.option.markexpr == "not slow":
+            fewer.leave_products_to_the_slow_run(items)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FewerCases())
 
 
 @pytest.hookimpl(trylast=True)

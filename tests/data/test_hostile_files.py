@@ -366,9 +366,10 @@ def test_a_template_that_loops_without_end_is_refused_in_bounded_time(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (
+        pytest.param(
             '{{ "a" * 10**10 }}',
             r"line 1: line 1 of the chat template has the operator \*\*, which may take without end",
+            marks=pytest.mark.slow,
         ),
         ('{{ "a" * 10000000000 }}', "line 1: the chat template takes more than 1,073,741,824 bytes for 1 messages"),
         *(
@@ -379,9 +380,10 @@ def test_a_template_that_loops_without_end_is_refused_in_bounded_time(
                 '{{ "%9999999999d" % 1 }}',
             )
         ),
-        (
+        pytest.param(
             "{% set o = namespace(x='ab') %}{% for i in range(99) %}{% set o.x = o.x ~ o.x %}{% endfor %}",
             "takes more than",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "{% set o = namespace(n=9) %}{% for i in range(99) %}{% set o.n = o.n * o.n %}{% endfor %}",

@@ -9,14 +9,11 @@ from rank_steps import KEYS, Job, check, rows_of, scored_step
 
 import treetrain as tt
 from support.models import make_model
-from support.pairwise import singly
 
 
-@singly(
-    shape=["1 part", "one segment per part", "chunks of 2", "shared prefill"],
-    keep=["none", "all", "mixed"],
-    loss=["ppo entropy", "gspo", "dpo", "own contrast"],
-)
+@pytest.mark.parametrize("shape", ["1 part", "one segment per part", "chunks of 2", "shared prefill"])
+@pytest.mark.parametrize("keep", ["none", "all", "mixed"])
+@pytest.mark.parametrize("loss", ["ppo entropy", "gspo", "dpo", "own contrast"])
 def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
     check(run_on_ranks, Job("context", loss, changes=KEYS, shapes=((shape, keep),) * 2))
 
@@ -27,16 +24,16 @@ SMALL_PARTS = (("chunks of 2", "mixed"),) * 2
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("gemma2", ()),  # windows, capped scores and logits
+        pytest.param("gemma2", (), marks=pytest.mark.slow),  # windows, capped scores and logits
         ("gpt_oss", ()),  # sinks, windows, experts
         pytest.param("qwen3_moe", (), marks=pytest.mark.slow),
         ("qwen3_5_deep", ()),  # recurrent layers above and below attention
-        ("bamba_deep", ()),
+        pytest.param("bamba_deep", (), marks=pytest.mark.slow),
         pytest.param("falcon_h1", (), marks=pytest.mark.slow),
         pytest.param("qwen3_next", (), marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", (), marks=pytest.mark.slow),
-        ("lfm2", ()),  # convolutions with a bias
-        ("llama", (("tie_word_embeddings", True),)),
+        pytest.param("lfm2", (), marks=pytest.mark.slow),  # convolutions with a bias
+        pytest.param("llama", (("tie_word_embeddings", True),), marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -88,6 +85,7 @@ def test_on_a_mesh_of_data_and_context(run_on_ranks, beside):
         check(run_on_ranks, dataclasses.replace(job, loss="sft", calls=3, split="first has all"), size=4)
 
 
+@pytest.mark.slow
 def test_four_ranks(run_on_ranks):
     four = (("num_key_value_heads", 4),)
     check(run_on_ranks, Job("context", "ppo entropy", changes=four, budget=3), size=4)

@@ -8,10 +8,12 @@ import torch
 from rank_steps import Job, bfloat16_errors, check
 
 from support.cases import EVERY
-from support.pairwise import singly
+from support.fewer import some
 
 
-@singly(split=["round", "halves", "first has all", "last has all"], parallel=["ddp", "fsdp"], size=[2, 4])
+@pytest.mark.parametrize("split", ["round", "halves", "first has all", "last has all"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("size", [2, 4])
 def test_rows_may_be_split_in_any_way(run_on_ranks, parallel, split, size) -> None:
     check(run_on_ranks, Job(parallel, "ppo entropy", split=split), size=size)
 
@@ -43,13 +45,15 @@ def test_ranks_may_have_plans_of_different_shapes(run_on_ranks, plans, reduce, l
     check(run_on_ranks, Job("fsdp", loss, shapes=MIXED_PLANS[plans], reduce=reduce, seed=int(loss == "sft")))
 
 
+@pytest.mark.slow
 def test_four_ranks_keep_and_recompute_in_one_step(run_on_ranks) -> None:
     shapes = (("chunks of 7", "none"), ("one segment per part", "all"), ("1 part", "all"), ("chunks of 2", "mixed"))
     for split in ("round", "first has all"):
         check(run_on_ranks, Job("fsdp", "grpo", shapes=shapes, split=split), size=4)
 
 
-@singly(loss=["sft per trajectory", "gspo", "dpo", "own", "own contrast"], parallel=["ddp", "fsdp"])
+@pytest.mark.parametrize("loss", ["sft per trajectory", "gspo", "dpo", "own", "own contrast"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_losses_over_several_rows_see_those_of_all_ranks(run_on_ranks, loss, parallel) -> None:
     check(run_on_ranks, Job(parallel, loss, budget=9))
 
@@ -87,12 +91,14 @@ SHAPES_OF_MODELS = {
 }
 
 
-@singly(kind=SHAPES_OF_MODELS, way=[("fsdp", "halves"), ("ddp", "halves"), ("fsdp", "first has all")])
+@pytest.mark.parametrize("kind", some(SHAPES_OF_MODELS, 2))
+@pytest.mark.parametrize("way", [("fsdp", "halves"), ("ddp", "halves"), ("fsdp", "first has all")])
 def test_kinds_of_models(run_on_ranks, kind, way) -> None:
     parallel, split = way
     check(run_on_ranks, dataclasses.replace(SHAPES_OF_MODELS[kind], parallel=parallel, budget=9, split=split))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [pytest.param("ddp", marks=pytest.mark.slow), "fsdp", pytest.param("context", marks=pytest.mark.slow)],

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
+from support.fewer import some
 from support.models import make_model
-from support.pairwise import singly
 from support.processes import RankFailed
 from treetrain.testing.contract import PureFloat64
 from treetrain.verification.bench import measured_cost
@@ -287,14 +287,15 @@ def left_alone(group: Any, parallel: str, killed: bool) -> str:
     return outcome
 
 
-@singly(case=DISAGREEMENTS, parallel=["ddp", "fsdp"])
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_that_disagree_are_told_so_on_every_rank(run_on_ranks, parallel, case) -> None:
     outcome = run_on_ranks(disagreeing, parallel, case)
     mine, others = DISAGREEMENTS[case]
     assert mine in outcome[1] and others in outcome[0], outcome
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "context", "tensor", "mesh"])
+@pytest.mark.parametrize("parallel", some(["ddp", "context", "fsdp", "mesh", "tensor"], 2))
 def test_a_loss_that_raises_in_the_middle_of_a_step_stops_all_ranks_and_leaves_them_usable(
     run_on_ranks, parallel
 ) -> None:
@@ -379,7 +380,7 @@ def test_scores_of_a_sharded_model_without_gradients(run_on_ranks) -> None:
         assert outcome <= 1e-12
 
 
-@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("kind", some(WRAPPED, 2))
 def test_a_step_on_a_model_that_is_wrapped_otherwise(run_on_ranks, kind) -> None:
     size = 4 if kind == "replicas of shards" else 2
     for outcome in run_on_ranks(wrapped, kind, size=size):

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
-from support.pairwise import singly
 
 QWEN3 = ("qwen3", ())
 PLANS = (("one segment per part", "mixed"), ("chunks of 2", "none"))
@@ -121,7 +120,8 @@ def test_ranks_of_a_sharded_model_may_keep_the_graphs_of_other_parts(run_on_rank
     assert check(run_on_ranks, "fsdp", keeps=keeps, split="halves") == [["kept"]] * 2
 
 
-@singly(keeps=KEEPS, how=["ddp", "fsdp"])
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_step_may_be_accumulated(run_on_ranks, how, keeps):
     check(run_on_ranks, how, keeps=(keeps,), calls=3)
 

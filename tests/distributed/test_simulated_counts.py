@@ -108,9 +108,9 @@ def planned(split: Split, **options: Any) -> RankPlans:
     [
         ("ddp", 16, Split(2)),
         ("fsdp", 16, Split(2, shards=2)),
-        ("fsdp", 48, Split(4, shards=4)),
-        ("context", 24, Split(2, context=2)),
-        ("tensor", 48, Split(2, tensor=2)),
+        pytest.param("fsdp", 48, Split(4, shards=4), marks=pytest.mark.slow),
+        pytest.param("context", 24, Split(2, context=2), marks=pytest.mark.slow),
+        pytest.param("tensor", 48, Split(2, tensor=2), marks=pytest.mark.slow),
     ],
 )
 def test_passes_tokens_and_bytes_of_every_rank_are_those_of_the_simulator(run_on_ranks, parallel, budget, split):

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 import treetrain as tt
 from support.models import make_model
-from support.pairwise import singly
 from treetrain.engine.extensions.tensor_parallel import tensor_parallel_ranks
 from treetrain.errors import RanksDisagree
 from treetrain.testing.contract import PureFloat64
@@ -184,11 +183,9 @@ WHOLE = {f"model.layers.*.self_attn.{name}": "replicate" for name in ("q_norm", 
 pytest.importorskip("transformers.distributed.tensor_parallel", reason="this transformers cuts models in another way")
 
 
-@singly(
-    shape=["one segment per part", "chunks of 7", "shared prefill"],
-    keep=["none", "all", "mixed"],
-    loss=["ppo entropy", "gspo", "dpo"],
-)
+@pytest.mark.parametrize("shape", ["one segment per part", "chunks of 7", "shared prefill"])
+@pytest.mark.parametrize("keep", ["none", "all", "mixed"])
+@pytest.mark.parametrize("loss", ["ppo entropy", "gspo", "dpo"])
 def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
     check(run_on_ranks, Job("tensor", loss, changes=KEYS, shapes=((shape, keep),) * 2))
 
@@ -200,11 +197,11 @@ SMALL_PARTS = (("chunks of 2", "mixed"),) * 2
     ("family", "changes"),
     [
         ("gemma2", ()),  # windows, capped scores and logits
-        ("gpt_oss", ()),  # sinks, windows, experts
-        ("qwen3_moe", (("output_router_logits", True),)),
-        ("glm4_moe", ()),  # its plan leaves the norms of queries and keys out
+        pytest.param("gpt_oss", (), marks=pytest.mark.slow),  # sinks, windows, experts
+        pytest.param("qwen3_moe", (("output_router_logits", True),), marks=pytest.mark.slow),
+        pytest.param("glm4_moe", (), marks=pytest.mark.slow),  # its plan leaves the norms of queries and keys out
         ("qwen3_5_text", ()),  # recurrent layers
-        ("llama", (("tie_word_embeddings", True),)),
+        pytest.param("llama", (("tie_word_embeddings", True),), marks=pytest.mark.slow),
         ("qwen3", (("vocab_size", 41),)),  # the last rank has a token less
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -217,8 +214,10 @@ def test_kinds_of_layers_and_heads(run_on_ranks, family, changes):
     ("family", "changes", "divided"),
     [
         ("qwen3_moe", AUXILIARY, ()),
-        ("qwen3_moe", AUXILIARY, (("ep_implementation", "all_reduce"),)),
-        ("qwen3_moe", (), (("tp_plan", WHOLE),)),  # only the experts are divided, and embedding and head
+        pytest.param("qwen3_moe", AUXILIARY, (("ep_implementation", "all_reduce"),), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe", (), (("tp_plan", WHOLE),), marks=pytest.mark.slow
+        ),  # only the experts are divided, and embedding and head
         pytest.param("mixtral", (), (), marks=pytest.mark.slow),
         ("gpt_oss", (), (("ep_implementation", "all_to_all"),)),
         pytest.param("qwen3_next", (), (), marks=pytest.mark.slow),  # recurrent layers, shared experts
@@ -248,6 +247,7 @@ def test_an_expert_or_a_rank_without_tokens(run_on_ranks, tokens):
         assert outcome <= 1e-12
 
 
+@pytest.mark.slow
 def test_values_checkpointed_layers_and_several_calls(run_on_ranks):
     check(run_on_ranks, Job("tensor", "value", changes=KEYS, value_head=True, budget=4))
     check(run_on_ranks, Job("tensor", "ppo entropy", changes=KEYS, checkpointing=True, budget=4))
@@ -268,6 +268,7 @@ def test_log_probabilities_within_autograd_and_statistics(run_on_ranks):
     assert max(run_on_ranks(live)) <= 1e-12
 
 
+@pytest.mark.slow
 def test_gradients_of_norms_accumulate_over_calls_where_plain_transformers_counts_the_first_twice(run_on_ranks):
     for outcome in run_on_ranks(accumulated):
         wrong = outcome.pop("plain, plain")
@@ -279,7 +280,8 @@ def test_gradients_of_norms_accumulate_over_calls_where_plain_transformers_count
         assert max(outcome.values()) <= 1e-12, outcome
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_lora_on_column_and_row_wise_layers_and_recorded_experts(run_on_ranks, family):
     pytest.importorskip("peft")
     assert max(run_on_ranks(adapted, family)) <= 1e-12

@@ -92,7 +92,7 @@ def column(log: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([record[name] for record in log if name in record], np.float64)
 
 
-FAST = {("grpo", "fsdp"), ("sft in three calls within a budget", "accelerate")}
+FAST = {("grpo", "fsdp")}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 

@@ -41,7 +41,8 @@ def step(model, batch, **options) -> torch.Tensor:
     return gradients(model)
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_compilation_serves_all_layers_lengths_and_parts(compiled, checkpointing):
     counter, model, found = compiled("eager"), make_model("qwen3"), []
     if checkpointing:

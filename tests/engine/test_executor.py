@@ -9,7 +9,6 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from support.pairwise import pairwise
 from support.passes import WatchedCache, unique_ids, watched
 from support.plans import KEEPS, check_plan, planned
 from treetrain.engine import executor
@@ -240,11 +239,9 @@ WAYS = {
 }
 
 
-@pairwise(
-    way=WAYS,
-    when=["first forward", "later forward", "last forward", "backward"],
-    error=[KeyboardInterrupt, tt.UnsupportedModel],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("when", ["first forward", "later forward", "last forward", "backward"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, tt.UnsupportedModel])
 def test_an_exception_in_the_middle_passes_unchanged_and_leaves_the_model_as_it_was(model, way, when, error):
     if when == "backward" and way == "scores":
         return

@@ -30,7 +30,7 @@ def run(model, rows, loss, *, engine=tt.TreeEngine, normaliser=None, **options):
     return result, linear.gradients(model)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [pytest.param("policy", marks=pytest.mark.slow), "preference"])
 def test_gradients_are_those_of_the_rows_in_one_part_and_in_small_parts(group, record_property):
     engines = [planned("1 part", "none"), planned("chunks of 2", "mixed")]
     record_property("errors", check_contract(make_model("qwen3"), list(GROUPS[group].values()), 2, engines=engines))

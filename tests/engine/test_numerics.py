@@ -5,6 +5,7 @@ import torch
 
 import treetrain as tt
 from support.cases import OTHERS
+from support.fewer import some
 from support.models import DENSE, make_model
 from treetrain.engine.linear import LinearEngine
 from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
@@ -23,7 +24,7 @@ def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, forests, record_
     assert worst["distinct forests"] >= 0.55 * forests
 
 
-FAST = ("gpt_neox", "phi3")
+FAST = ("gpt_neox",)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_gradients_hold_for_every_family_of_plain_attention(family, record_prope
     record_property("errors", check_contract(make_model(family), [PPO], 3))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", some(OTHERS, 2))
 def test_gradients_of_every_other_loss_are_those_of_the_rows(name, record_property):
     worst = check_contract(make_model("qwen3"), [OTHERS[name]], 3)
     record_property("errors", worst)

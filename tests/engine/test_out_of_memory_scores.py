@@ -62,10 +62,10 @@ def primitive(model, budget: int | None, **limits) -> tuple[list[int], torch.Ten
     [
         (None, {"graph": 2}, 2),
         (None, {"graph": 5, "plain": 5}, 2),
-        (None, {"alive": 9}, 1),
+        pytest.param(None, {"alive": 9}, 1, marks=pytest.mark.slow),
         (None, {"backward": 2}, 1),
-        (12, {"plain": 5}, 2),
-        (12, {"total": 6}, 2),
+        pytest.param(12, {"plain": 5}, 2, marks=pytest.mark.slow),
+        pytest.param(12, {"total": 6}, 2, marks=pytest.mark.slow),
         (12, {"backward_alive": 1}, 1),
         pytest.param(None, {"graph": 9}, 1, marks=pytest.mark.slow),
         pytest.param(None, {"total": 6}, 2, marks=pytest.mark.slow),

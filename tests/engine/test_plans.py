@@ -7,13 +7,13 @@ from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
 from treetrain.testing.contract import PPO, SFT, check_contract
 
-FAST = ("N/4", "one segment per part", "chunks of 2", "shared prefill")
+FAST = ("chunks of 2", "shared prefill")
 
 
 @pytest.mark.parametrize(
     ("shape", "cases", "forests"),
     [
-        *((shape, [PPO], 3) for shape in FAST),
+        *((shape, [PPO], 2) for shape in FAST),
         *(pytest.param(shape, [SFT, PPO], 7, marks=pytest.mark.slow) for shape in SHAPES),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import treetrain as tt
+from support.fewer import some
 from support.models import make_model
 from treetrain.engine.extensions import token_mixing
 from treetrain.errors import UnsupportedModel
@@ -54,7 +55,7 @@ def adapted(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", sorted(kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING))
+@pytest.mark.parametrize("kind", some(sorted(kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING), 5))
 def test_an_adapter_of_any_type_is_exact_or_refused_by_name(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,7 +12,6 @@ from torch import nn
 import treetrain as tt
 from support import moe
 from support.models import make_model
-from support.pairwise import singly
 from support.passes import unique_ids
 from support.plans import keeping_graphs, planned
 from treetrain.engine.engine_model import EngineModel
@@ -217,7 +216,8 @@ def test_a_head_with_an_adapter_gives_the_same_statistics(model):
     assert linear.relative_error(linear.gradients(adapted), truth) <= 1e-12
 
 
-@singly(graphs=WAYS, reentrant=[True, False])
+@pytest.mark.parametrize("graphs", WAYS)
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):
     model = make_model("qwen3", dtype=torch.float64).train()
     _, truth, _ = linear_gradients(model, ROWS)
@@ -229,7 +229,8 @@ def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
-@singly(family=["qwen3_5_text", "gemma3_text", "gpt_oss"], graphs=WAYS)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("graphs", WAYS)
 def test_states_windows_and_sinks_are_handed_on(family, graphs):
     model = make_model(family).double()
     _, truth, _ = linear_gradients(model, ROWS)
@@ -239,7 +240,8 @@ def test_states_windows_and_sinks_are_handed_on(family, graphs):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
-@singly(plan=SHAPES, graphs=WAYS)
+@pytest.mark.parametrize("plan", SHAPES)
+@pytest.mark.parametrize("graphs", WAYS)
 def test_the_routers_auxiliary_loss_is_a_leaf(plan, graphs):
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = make_model("qwen3_moe", dtype=torch.float64, **changes)
@@ -258,7 +260,9 @@ def test_the_routers_auxiliary_loss_is_a_leaf(plan, graphs):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
-@singly(graphs=WAYS, reentrant=[True, False], recorded=[True, False])
+@pytest.mark.parametrize("graphs", WAYS)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
 def test_checkpointed_experts_see_their_own_routing_again(graphs, reentrant, recorded):
     model = make_model("qwen3_moe", dtype=torch.float64, output_router_logits=not recorded, router_aux_loss_coef=0.5)
     rows = [tt.Trajectory(row) for row in ROWS if len(row) > 1]

@@ -9,7 +9,6 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
-from support.pairwise import pairwise
 from support.plans import planned
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
@@ -70,7 +69,10 @@ def check_exact(model: nn.Module, loss: str, way: str) -> None:
         assert linear.relative_error(WAYS[way](model, loss), truth) <= 1e-12
 
 
-@pairwise(way=WAYS, loss=LOSSES, reentrant=[False, True], training=[False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("training", [False, True])
 def test_gradient_checkpointing_changes_nothing(reentrant, training, loss, way):
     model = make_model("qwen3", dtype=torch.float64)
     with PureFloat64():
@@ -120,7 +122,9 @@ LORAS = {
 }
 
 
-@pairwise(name=LORAS, way=WAYS, loss=LOSSES)
+@pytest.mark.parametrize("name", LORAS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_model_wrapped_by_lora_is_exact(name, loss, way):
     check_exact(with_lora(make_model("qwen3"), **LORAS[name]), loss, way)
 
@@ -153,9 +157,9 @@ def test_lora_dropout_in_training_mode_is_refused():
         tt.TreeEngine(model.train())
 
 
-@pairwise(
-    trained=["lm_head", "embed_tokens", "layers.1.mlp", "layers.0.self_attn.k_proj", "norm"], way=WAYS, loss=LOSSES
-)
+@pytest.mark.parametrize("trained", ["lm_head", "embed_tokens", "layers.1.mlp", "layers.0.self_attn.k_proj", "norm"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_model_with_all_but_some_parts_frozen_is_exact(trained, loss, way):
     model = make_model("llama", dtype=torch.float64, tie_word_embeddings=False)
     for name, parameter in model.named_parameters():

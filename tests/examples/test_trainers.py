@@ -103,6 +103,7 @@ def test_dpo_in_trl_begins_at_the_reference_and_shares_its_pairs():
     assert min(logged(trainer, "tree/overlap")) > 0.4
 
 
+@pytest.mark.slow
 def test_a_plain_trainer_shares_the_calls_of_a_game_over_its_micro_batches():
     trainer = hf_trainer.main(steps=2)
     assert logged(trainer, "loss")[1] < math.log(2048) - 0.3

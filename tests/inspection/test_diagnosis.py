@@ -239,7 +239,8 @@ def test_calls_are_recognised_without_episodes_and_groups(cause):
     assert found.repaired_unique == known.repaired_unique and found.broken == known.broken == count
 
 
-PAIRS = list(combinations(PLANTS, 2))
+NEIGHBOURS = set(pairwise(PLANTS))
+PAIRS = [pair if pair in NEIGHBOURS else pytest.param(pair, marks=pytest.mark.slow) for pair in combinations(PLANTS, 2)]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)

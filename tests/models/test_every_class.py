@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import treetrain as tt
 from support import models
+from support.fewer import some
 from support.plans import planned
 from support.real_rows import SETS, around_the_fork, renumbered
 from treetrain.errors import UnsupportedModel
@@ -588,13 +589,13 @@ def a_small(name: str, **fields) -> nn.Module:
     return model
 
 
-def test_every_thirty_second_class_is_as_the_table_says():
+def test_a_sample_of_classes_is_as_the_table_says():
     packaged = FamilyTable.packaged()
     if packaged.transformers != transformers.__version__:
         pytest.skip(f"the table is of transformers {packaged.transformers}; here is {transformers.__version__}")
     transformers.logging.set_verbosity_error()
     known = {stable(found) for found in packaged.classes}
-    for name in list(NAMES)[::32]:
+    for name in list(NAMES)[::96]:
         verdict = judge(name)
         assert verdict.verdict != "wrong", verdict
         assert stable(as_found(verdict, measured=False)) in known, f"the table is stale; write it by: {COMMAND}"
@@ -691,7 +692,7 @@ FAST_ON_REAL_ROWS = {"tau_airline": "gpt_oss", "tot_game24_bfs": "gemma2", "code
 """Sinks and experts, windows and soft-caps, recurrent layers."""
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", some(SOURCES, 3))
 def test_real_trajectories_are_exact_in_float64_whole_and_in_parts(source, load):
     rows = load(source)
     tree = tt.build_tree(rows)

@@ -23,6 +23,7 @@ from schedules import (
     straight,
 )
 
+from support.fewer import some
 from treetrain.softmax_attention import schedule as schedule_module
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
@@ -203,17 +204,23 @@ def test_random_combs_equal_the_reference(small_bounds, dtype, tolerance):
 
 
 @pytest.mark.parametrize(
+    "forest",
+    some(
+        [
+            forest_from_parents(np.array(random_comb(np.random.default_rng(4), 1200, 0.1, 20))),
+            regular_comb(1400, 1, 1),
+            regular_comb(1500, 10, 5),
+        ],
+        3,
+    ),
+    ids=["random", "of single tokens", "of segments"],
+)
+@pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow)]
 )
-def test_a_comb_deeper_than_any_tile_equals_the_reference(dtype, tolerance):
-    rng = np.random.default_rng(4)
-    for forest in (
-        regular_comb(1400, 1, 1),
-        regular_comb(1500, 10, 5),
-        forest_from_parents(np.array(random_comb(rng, 1200, 0.1, 20))),
-    ):
-        assert blocks_in(forest, make_schedule(forest, call_pairs=8e3))
-        assert max(outputs(forest, dtype, 8e3)) <= tolerance
+def test_a_comb_deeper_than_any_tile_equals_the_reference(forest, dtype, tolerance):
+    assert blocks_in(forest, make_schedule(forest, call_pairs=8e3))
+    assert max(outputs(forest, dtype, 8e3)) <= tolerance
 
 
 @pytest.mark.parametrize("call_pairs", [2e3, *(pytest.param(pairs, marks=pytest.mark.slow) for pairs in (0.0, 1e5))])

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts_by_hand import PartsByHand, Tensors
 
-from support.pairwise import pairwise
 from support.plans import KEEPS, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import KVCache
@@ -104,7 +103,9 @@ def part_of_children(layout: PackedLayout) -> np.ndarray:
     return np.where(top, 0, np.cumsum(starts))
 
 
-@pairwise(cutting=CUTS, keep=[False, True], heads_and_groups=[(4, 4), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize("cutting", CUTS)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("heads_and_groups", [(4, 4), (4, 2), (4, 1), (1, 1)])
 def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(heads_and_groups, keep, cutting):
     heads, groups = heads_and_groups
     layout = layout_of(TREE)

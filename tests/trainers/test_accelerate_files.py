@@ -146,7 +146,7 @@ def test_fsdp1_is_refused(two, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("context_parallel", marks=needs_sharding_on_cpus),
+        pytest.param("context_parallel", marks=[needs_sharding_on_cpus, pytest.mark.slow]),
         pytest.param("alst_ulysses", marks=[DEEPSPEED, pytest.mark.slow]),
     ],
 )

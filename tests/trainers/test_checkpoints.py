@@ -25,6 +25,7 @@ from safe_runs import (
 )
 from transformers import Trainer, TrainerCallback
 
+from support.fewer import some
 from treetrain.trainers import checkpoints
 from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin, TornCheckpoint
 from treetrain.trainers.run_folder import FolderRefused
@@ -110,7 +111,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["evaluation", "cosine", "workers", pytest.param("best", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", some(["evaluation", "cosine", "workers", "best"], 4))
 def test_the_same_holds_for_other_settings(name: str, tmp_path) -> None:
     settings = SETTINGS[name]
     whole = make_trainer(tmp_path / "whole", **settings)

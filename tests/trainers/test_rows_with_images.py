@@ -166,7 +166,11 @@ def plain(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -
 
 @pytest.mark.parametrize("name", ["Qwen3-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 @pytest.mark.parametrize(
-    "build, lora", [(sft, False), (plain, False), pytest.param(dpo, True, marks=pytest.mark.slow), (grpo, True)]
+    "build, lora",
+    [
+        (sft, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((plain, False), (dpo, True), (grpo, True))),
+    ],
 )
 def test_trainers_give_what_they_give_by_themselves(build, lora, name, tmp_path):
     def make(settings: dict[str, Any], dtype: torch.dtype, folder: Any) -> Trainer:

@@ -173,6 +173,7 @@ def async_grpo(group: Any, folder: str) -> list[int]:
     return [log["tree/parts"] for log in found[1].state.log_history if "tree/parts" in log]
 
 
+@pytest.mark.slow
 def test_async_grpo_trains_as_with_its_own_kernel(two, tmp_path):
     pytest.importorskip("trl.experimental.async_grpo")
     test_async_grpo.write_model(tmp_path)
@@ -270,6 +271,7 @@ def mutated(group: Any, mutate: Any, folder: str) -> dict[str, Any]:
     return vars(difference(shared, plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutate",
     [

@@ -79,7 +79,11 @@ def test_the_engine_is_exact_in_float64(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "build, lora",
-    [(sft, False), (plain, False), (dpo, False), pytest.param(dpo, True, marks=pytest.mark.slow), (grpo, True)],
+    [
+        (sft, False),
+        (plain, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((dpo, False), (dpo, True), (grpo, True))),
+    ],
 )
 def test_trainers_give_what_they_give_by_themselves(build, lora, name, tmp_path):
     if name == "Llama 4" and build is not plain:

@@ -18,7 +18,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Trainer
 
 import treetrain as tt
 from support.fsdp_on_cpus import needs_sharding_on_cpus
-from support.pairwise import pairwise
 from treetrain.testing.contract import DOUBLE, SINGLE
 
 ROWS = [
@@ -105,7 +104,10 @@ def gradient(model: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pairwise(budget=["plain", None, 7], shape=BATCHES, labels=[True, False], dtype=[torch.float64, torch.float32])
+@pytest.mark.parametrize("budget", ["plain", None, 7])
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_scores_and_gradients_are_those_of_each_row_alone(budget, shape, labels, dtype, tmp_path):
     bound = DOUBLE if dtype is torch.float64 else SINGLE
     model, batch = runs.model(dtype=dtype), BATCHES[shape]()

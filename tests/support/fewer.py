@@ -1,0 +1,63 @@
+"""Which cases of a test `make test` runs: of a product, only as many as it takes for every value to occur once."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import pytest
+
+Value = tuple[Hashable, ...]
+"""An axis of a product and one of its values."""
+
+
+def leave_products_to_the_slow_run(items: Iterable[pytest.Item]) -> None:
+    """Marks as slow what a test's other cases cover value by value.
+
+    The axes of a product are the test's `parametrize` decorators and parametrized fixtures. A decorator that lists
+    combinations of several arguments is one axis, so none of them is left out; neither is a case that has a value
+    which no other has.
+    """
+    cases: defaultdict[tuple, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            cases[item.path, item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
+    for product in cases.values():
+        for case in _dispensable(product):
+            case.add_marker(pytest.mark.slow)
+
+
+def _dispensable(product: list[Any]) -> list[Any]:
+    """All but a cover, which is chosen greedily and always the same: next is the case with the most new values."""
+    values = [_values(case) for case in product]
+    missing, chosen = set().union(*values), set()
+    while missing:
+        best = max(range(len(values)), key=lambda number: len(values[number] & missing))
+        chosen.add(best)
+        missing -= values[best]
+    return [case for number, case in enumerate(product) if number not in chosen]
+
+
+def _values(case: Any) -> set[Value]:
+    given = dict(case.callspec.params)
+    axes = []
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        axes.append(tuple(name.strip() for name in names))
+    together = {name for axis in axes for name in axis}
+    axes += [(name,) for name in given if name not in together]
+    return {(axis, *(_identity(given[name]) for name in axis)) for axis in axes}
+
+
+def _identity(value: Any) -> Hashable:
+    """Values of one list are the same objects in all cases; plain ones are compared, as they may be made anew."""
+    return (type(value), value) if isinstance(value, str | int | float | bool | None) else id(value)
+
+
+def slow(*values: Any) -> Any:
+    """One case, as `pytest.param` makes it, that is slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def some(values: Iterable, step: int) -> list[Any]:
+    """Every `step`-th of an argument's values as it is, and the others as slow cases."""
+    return [value if number % step == 0 else slow(value) for number, value in enumerate(values)]
