@@ -53,6 +53,7 @@ def test_the_routers_auxiliary_loss_and_recorded_experts(run_on_ranks):
     check(run_on_ranks, dataclasses.replace(job, recorded=True, beside="shards", budget=4), size=4)
 
 
+@pytest.mark.slow
 def test_values_checkpointed_layers_and_several_calls(run_on_ranks):
     check(run_on_ranks, Job("context", "value", changes=KEYS, value_head=True, budget=4))
     check(run_on_ranks, Job("context", "ppo entropy", changes=KEYS, checkpointing=True, budget=4))

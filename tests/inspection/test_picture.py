@@ -147,7 +147,7 @@ def test_the_charts_count_what_they_say() -> None:
 
 def test_the_page_is_one_small_file_that_no_text_breaks_out_of(tmp_path) -> None:
     evil = "</script><script>alert(1)</script>"
-    rows = [Trajectory([*range(seed % 50), seed], id=evil, group=evil, reward=1.0) for seed in range(20_000)]
+    rows = [Trajectory([*range(seed % 50), seed], id=evil, group=evil, reward=1.0) for seed in range(40_000)]
     tokenizer = type("T", (), {"decode": lambda self, ids: evil + "é☃" * len(ids)})()
     inspection = dataclasses.replace(inspect_rows(rows, SHAPE, tokenizer=tokenizer), files=(evil,), notes=(evil,))
     page = write_page(inspection, tmp_path / "a" / "b.html")
@@ -157,7 +157,7 @@ def test_the_page_is_one_small_file_that_no_text_breaks_out_of(tmp_path) -> None
     assert "Tap a block" in text and "@media (pointer: coarse)" in text
     assert not re.findall(r'(?:src|href)="(?!data:,)', text) and "http" not in text.replace("www.w3.org", "")
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert data["rows"] == 20_000 and data["blocks"]["id"][0] == evil
+    assert data["rows"] == 40_000 and data["blocks"]["id"][0] == evil
     assert {len(data["blocks"][name]) for name in ("parent", "dy", "width", "height", "kind", "text")} == {
         len(data["blocks"]["id"])
     }
