@@ -521,9 +521,9 @@ class TreeEngine:
     ) -> "Scored":
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
 
-        Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. If the graphs of all
-        parts fit into the budget, they are kept in between; else the parts run again (see ``.plan``). Under
-        ``torch.no_grad`` nothing is kept. Under FSDP2 every rank must make the call, even without rows.
+        Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. The graphs that fit into
+        the budget are kept in between; the other parts run again (``.plan`` says which). Under ``torch.no_grad``
+        nothing is kept. Under FSDP2 every rank must make the call, even without rows.
 
         Args:
             rows: K lists, arrays or tensors of token ids, trajectories, or a tree.

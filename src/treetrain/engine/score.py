@@ -318,7 +318,7 @@ class Scored:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the parts; ``plan.scores_first`` says whether graphs are kept or parts run again."""
+        """The plan of the parts. If its ``scores_first`` is "kept", its ``kept`` says whose graphs stay."""
         return self._scoring.plan
 
     @property
