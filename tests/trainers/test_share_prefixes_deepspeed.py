@@ -213,7 +213,7 @@ def reordered(group: Any, folder: str, rate: float) -> list[Difference]:
 
 @pytest.mark.slow
 def test_adam_at_a_high_rate_is_as_far_from_itself(two: Processes, tmp_path, record_property):
-    for rate, least, most in ((1e-2, 1e-5, 1e-2), (1e-3, 0.0, 1e-6)):
+    for rate, least, most in ((1e-2, 1e-5, 1e-2), (1e-3, 0.0, 5e-6)):
         for shared, *orders in two.run(reordered, str(tmp_path), rate, timeout=600):
             record_property(f"metrics at {rate}", [shared.metrics, *(each.metrics for each in orders)])
             itself = max(each.metrics for each in orders)
