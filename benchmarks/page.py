@@ -164,7 +164,7 @@ SECTIONS = (
     ),
     Section(
         "Score now, backward later",
-        "`engine.score` and `scored.backward` against `forward_backward`. Where not all graphs fit, parts run twice.",
+        "`engine.score` and `scored.backward` against `forward_backward`. Parts whose graphs do not fit run twice.",
         "score.csv",
         ("workload", "budget"),
         {
@@ -421,11 +421,13 @@ def generated(results: Path) -> str:
 
 
 def latest(path: Path, key: tuple[str, ...]) -> list[Row]:
-    """The last row of every case, in the order of first appearance; none if there is no file."""
+    """The last row of every case, in the order of first appearance, with one work's together; none without a file."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return list({tuple(row[column] for column in key): row for row in csv.DictReader(file)}.values())
+        rows = list({tuple(row[column] for column in key): row for row in csv.DictReader(file)}.values())
+    works = list(dict.fromkeys(row[key[0]] for row in rows))
+    return sorted(rows, key=lambda row: works.index(row[key[0]]))
 
 
 def table(section: Section, rows: Iterable[Row]) -> str:
