@@ -421,7 +421,7 @@ def generated(results: Path) -> str:
 
 
 def latest(path: Path, key: tuple[str, ...]) -> list[Row]:
-    """The last row of every case, in the order of first appearance, with one work's together; none without a file."""
+    """The last row of every case, grouped by the first column of the key; none without a file."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:

@@ -26,23 +26,17 @@ _SHAPES_UNCHECKED = pytest.StashKey[bool]()
 SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
-class FewerCases:
-    """A plugin of its own, since a file has one hook of a name: this one comes before `-m "not slow"` is applied."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """`make test` leaves cases of products out, before pytest leaves out what is slow.
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if config.option.markexpr == "not slow":
-            fewer.leave_products_to_the_slow_run(items)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(FewerCases())
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make test` checks shapes in one of SAMPLE tests of a file, since they take a third of the time; else in all."""
-    if config.option.markexpr == "not slow":
+    Of the tests that are left it checks shapes in one of SAMPLE of a file, since they take a third of the time.
+    """
+    fast = config.option.markexpr == "not slow"
+    if fast:
+        fewer.leave_products_to_the_slow_run(items)
+    yield
+    if fast:
         before: Counter[Path] = Counter()
         for item in items:
             item.stash[_SHAPES_UNCHECKED] = before[item.path] % SAMPLE > 0

@@ -101,7 +101,7 @@ def test_kinds_of_models(run_on_ranks, kind, way) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
-    [pytest.param("ddp", marks=pytest.mark.slow), "fsdp", pytest.param("context", marks=pytest.mark.slow)],
+    ["ddp", "fsdp", "context"],
 )
 def test_in_bfloat16_the_error_is_that_of_rows_alone(run_on_ranks, parallel) -> None:
     for shape in ("1 part", "chunks of 2"):

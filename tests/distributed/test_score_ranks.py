@@ -92,14 +92,11 @@ def check(run_on_ranks, how, *, keeps=("kept",), calls=1, split="round", changes
 KEEPS = ("kept", "partly", "recomputed")
 
 
-def alternating(cases, step=1):
-    """Each `step`-th case is fast under one way and with some graphs kept, the next under the other and with others."""
+def alternating(cases):
+    """Each case is fast under one way and with some graphs kept, the next under the other and with others."""
     return [
         pytest.param(
-            how,
-            case,
-            keeps,
-            marks=() if number % step == 0 and number % 2 == (how == "fsdp") and fast == keeps else pytest.mark.slow,
+            how, case, keeps, marks=() if number % 2 == (how == "fsdp") and fast == keeps else pytest.mark.slow
         )
         for number, (case, fast) in enumerate(zip(cases, itertools.cycle(KEEPS)))
         for how in ("ddp", "fsdp")
@@ -129,7 +126,7 @@ def test_a_step_may_be_accumulated(run_on_ranks, how, keeps):
     check(run_on_ranks, how, keeps=(keeps,), calls=3)
 
 
-@pytest.mark.parametrize(("how", "family", "keeps"), alternating(["qwen3_moe", "qwen3_5_text", "gemma3_text"], step=3))
+@pytest.mark.parametrize(("how", "family", "keeps"), alternating(["qwen3_5_text", "qwen3_moe", "gemma3_text"]))
 def test_kinds_of_models(run_on_ranks, how, family, keeps):
     check(run_on_ranks, how, keeps=(keeps,), changes=(family, ()), split="halves")
 

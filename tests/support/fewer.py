@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-Value = tuple[Hashable, ...]
-"""An axis of a product and one of its values."""
-
 
 def leave_products_to_the_slow_run(items: Iterable[pytest.Item]) -> None:
     """Marks as slow what a test's other cases cover value by value.
@@ -37,7 +34,8 @@ def _dispensable(product: list[Any]) -> list[Any]:
     return [case for number, case in enumerate(product) if number not in chosen]
 
 
-def _values(case: Any) -> set[Value]:
+def _values(case: Any) -> set[Hashable]:
+    """Every axis of the case with its value."""
     given = dict(case.callspec.params)
     axes = []
     for mark in case.iter_markers("parametrize"):
@@ -53,11 +51,9 @@ def _identity(value: Any) -> Hashable:
     return (type(value), value) if isinstance(value, str | int | float | bool | None) else id(value)
 
 
-def slow(*values: Any) -> Any:
-    """One case, as `pytest.param` makes it, that is slow."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def some(values: Iterable, step: int) -> list[Any]:
     """Every `step`-th of an argument's values as it is, and the others as slow cases."""
-    return [value if number % step == 0 else slow(value) for number, value in enumerate(values)]
+    return [
+        value if number % step == 0 else pytest.param(value, marks=pytest.mark.slow)
+        for number, value in enumerate(values)
+    ]

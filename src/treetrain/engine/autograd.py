@@ -35,8 +35,7 @@ def logprobs(
         sequences: K lists or arrays of token ids (or trajectories, or a tree).
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory; None takes the free memory. A
             batch that fits runs as a whole, a larger one in parts: the graphs that fit are kept, and backward runs the
-            other parts again. Existing ``.grad`` stays allocated in backward; a budget in
-            bytes does not count it.
+            other parts again. Existing ``.grad`` stays allocated in backward; a budget in bytes does not count it.
         temperature: divides the logits before the softmax.
         return_entropy: also give the entropy of the distribution each token was drawn from.
         return_values: also give the value of the state before each of these tokens, by `value_head` on the same

@@ -327,16 +327,12 @@ _LIFTED = (torch.float64, torch.int64, torch.int32)
 _SOFTMAX = {torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
 _PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 _LOG_SOFTMAX = {torch.nn.functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax}
-_CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.type}
-_LIFTED_FUNCTIONS = _BACKWARDS | _CASTS | _SOFTMAX | _LOG_SOFTMAX | _PRODUCTS
 
 
 class PureFloat64(TorchFunctionMode):
     """Turns every cast of a float64 (or integer) tensor to float32 into one to float64, in backward too."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func not in _LIFTED_FUNCTIONS:
-            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         if func in _BACKWARDS:
             return self._lifted_backward(func, args, kwargs)
