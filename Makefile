@@ -122,8 +122,9 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+# Larger young generations of node's garbage collector save a tenth of pyright's time.
 types: $(READY)
-	$(PY) -m pyright --pythonpath $(PY) src
+	NODE_OPTIONS=--max-semi-space-size=128 $(PY) -m pyright --pythonpath $(PY) src
 
 # The API pages are read from the sources, so this environment needs no torch.
 docs: VENV = .venv-docs

@@ -1,5 +1,6 @@
 """Checks the shapes in signatures; shared fixtures: where the real data is, and how tests say that it is absent."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -31,7 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """`make test` leaves cases of products out, before pytest leaves out what is slow.
 
     Of the tests that are left it checks shapes in one of SAMPLE of a file, since they take a third of the time.
+    Tests on several ranks come first: xdist gives the first half to one worker, so that only it starts their processes.
     """
+    items.sort(key=lambda item: "_pools" not in getattr(item, "fixturenames", ()))
     fast = config.option.markexpr == "not slow"
     if fast:
         fewer.leave_products_to_the_slow_run(items)
@@ -41,6 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             item.stash[_SHAPES_UNCHECKED] = before[item.path] % SAMPLE > 0
             before[item.path] += 1
+
+
+def pytest_collection_finish() -> None:
+    """Have garbage collection pass over what is imported: transformers' Trainer asks for one after every run."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

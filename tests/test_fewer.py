@@ -14,14 +14,16 @@ class Case:
 
     path, parent, originalname = "test_a.py", None, "test_a"
 
-    def __init__(self, axes: list[str], slow: bool = False, **params: Any):
-        self.callspec, self.axes, self.slow = SimpleNamespace(params=params), axes, slow
+    def __init__(self, axes: list[str], slow: bool = False, few: int | None = None, **params: Any):
+        self.callspec, self.axes, self.slow, self.few = SimpleNamespace(params=params), axes, slow, few
 
     def iter_markers(self, name: str) -> list[Any]:
         return [pytest.mark.parametrize(axis, []).mark for axis in self.axes]
 
-    def get_closest_marker(self, name: str) -> object:
-        return self.slow or None
+    def get_closest_marker(self, name: str) -> Any:
+        if name == "slow":
+            return pytest.mark.slow.mark if self.slow else None
+        return None if self.few is None else pytest.mark.few(self.few).mark
 
     def add_marker(self, marker: pytest.MarkDecorator) -> None:
         assert marker.name == "slow"
@@ -52,3 +54,10 @@ def test_a_list_of_combinations_loses_none_and_a_fixture_is_an_axis():
 def test_what_is_slow_already_covers_nothing_and_true_is_not_one():
     cases = [Case(["n"], slow=True, n=1), Case(["n"], n=True), Case(["n"], n=1)]
     assert fast(cases) == [{"n": True}, {"n": 1}]
+
+
+def test_of_a_test_with_few_cases_the_first_stay_that_have_the_most_values_together():
+    product = list(itertools.product("abc", "xy"))
+    assert fast([Case(["n"], few=2, n=n) for n in range(5)]) == [{"n": 0}, {"n": 1}]
+    assert fast([Case(["n", "m"], few=2, n=n, m=m) for n, m in product]) == [{"n": "a", "m": "x"}, {"n": "b", "m": "y"}]
+    assert len(fast([Case(["n"], few=9, n=n) for n in range(5)])) == 5

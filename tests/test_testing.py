@@ -19,6 +19,7 @@ def without_shrinking(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_an_exact_model_passes_and_the_worst_errors_are_told():
     worst = check_contract(make_model("llama"), [SFT], examples=2)
     assert 0 < worst["float64"] <= 1e-12 and 0 < worst["float32"] <= 1e-5 and worst["distinct forests"] >= 2

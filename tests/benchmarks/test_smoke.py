@@ -25,6 +25,7 @@ def test_a_work_shares_what_its_name_says(smoke, work, least, most):
     assert least <= 1 - tree.num_tokens / tree.num_flat_tokens <= most
 
 
+@pytest.mark.slow
 def test_the_rows_are_written_and_an_efficiency_below_its_floor_fails(smoke, monkeypatch, tmp_path, capsys):
     """The times are not looked at: with a floor below any speed all pass, with one above any speed all fail."""
     trunk = list(range(40))

@@ -33,6 +33,7 @@ def test_the_figures_of_a_file_are_those_of_its_rows(treetrain, token_file) -> N
     assert report["format"] == "tokens" and report["view"] is None and report["transcripts"] == 1
 
 
+@pytest.mark.slow
 def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file, model_folder) -> None:
     tree = build_tree(load(token_file).trajectories)
     for argv, name, assumed, shape in (
@@ -169,7 +170,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("kind", ["tokens", "chat"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chat", "tokens"])
 def test_inspect_works_where_torch_is_not_installed(kind, token_file, chat_file) -> None:
     argv = [chat_file, "--tokenizer", "tiny", "--view", "calls"]
     if kind == "tokens":
@@ -186,6 +188,7 @@ def test_training_where_torch_is_not_installed_says_what_to_install(token_file, 
     assert "treetrain[train]" in done.stderr and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_real_conversations_share_most_of_their_tokens_in_the_calls_view(
     treetrain, shared_data: Path, tmp_path
 ) -> None:

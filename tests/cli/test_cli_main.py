@@ -24,6 +24,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], *[[command, "--help"] for command in OWN]])
 def test_help_imports_neither_torch_nor_transformers_nor_numpy(argv) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_HEAVY, *argv], capture_output=True, text=True)

@@ -25,6 +25,7 @@ def logged(folder: Path, name: str = "loss") -> list[float]:
     return [record[name] for record in history if name in record]
 
 
+@pytest.mark.slow
 def test_training_writes_a_folder_that_transformers_loads(treetrain, token_file, model_folder, tmp_path) -> None:
     out = tmp_path / "out"
     argv = ("train", token_file, "--model", model_folder, "--output_dir", out, "--max_steps", "3", *QUIET)
@@ -36,6 +37,7 @@ def test_training_writes_a_folder_that_transformers_loads(treetrain, token_file,
     assert len(logged(out)) == 3
 
 
+@pytest.mark.slow
 def test_tree_and_linear_runs_agree_on_conversations(treetrain, chat_file, model_folder, tmp_path) -> None:
     argv = ("train", chat_file, "--model", model_folder, "--view", "calls", "--tokens_per_step", "150", *QUIET)
     for execution in ("tree", "linear"):
@@ -48,6 +50,7 @@ def test_tree_and_linear_runs_agree_on_conversations(treetrain, chat_file, model
     assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_how_to_go_on_and_it_does(
     treetrain, token_file, model_folder, tmp_path, monkeypatch
 ) -> None:
@@ -95,6 +98,7 @@ def config_file(token_file, model_folder, tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_yaml_file_says_everything_and_flags_outweigh_it(treetrain, config_file, tmp_path) -> None:
     assert treetrain("train", config_file, "--max_steps", "3").code == 0
     out = tmp_path / "out"
@@ -126,6 +130,7 @@ def test_a_wrong_yaml_file_is_refused_in_one_line_and_runs_no_code(treetrain, tm
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("metric", ["nll", "eval_loss", "trained_tokens"])
 def test_a_metric_that_evaluations_give_is_no_mistake(treetrain, token_file, model_folder, tmp_path, metric) -> None:
     argv = ("train", token_file, "--model", model_folder, "--output_dir", tmp_path / "out", "--max_steps", "2", *QUIET)

@@ -52,6 +52,7 @@ def test_the_sample_is_whole_groups_and_it_is_said(treetrain, token_file, model_
     )
 
 
+@pytest.mark.slow
 def test_conversations_are_verified_in_the_calls_view(treetrain, chat_file, model_folder) -> None:
     argv = ("verify", chat_file, "--model", model_folder, "--view", "calls", "--dtype", "float64", "--json")
     report = treetrain(*argv).json
@@ -77,6 +78,7 @@ def test_bench_measures_tree_and_baselines(treetrain, token_file, model_folder) 
     assert table.code == 0 and all(word in table.out for word in expected)
 
 
+@pytest.mark.slow
 def test_verify_runs_the_tree_under_the_budget(treetrain, token_file, model_folder) -> None:
     argv = ("verify", token_file, "--model", model_folder)
     whole, report = (treetrain(*argv, *more, "--json").json for more in ((), ("--budget", "12")))
@@ -86,6 +88,7 @@ def test_verify_runs_the_tree_under_the_budget(treetrain, token_file, model_fold
     assert f"{report['parts']}, {report['recomputed_tokens']} tokens run forward twice" in table
 
 
+@pytest.mark.slow
 def test_bench_runs_the_tree_under_the_budget_and_counts_what_it_must_recompute(
     treetrain, token_file, model_folder
 ) -> None:

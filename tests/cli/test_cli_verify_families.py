@@ -39,18 +39,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-# Fast for the kinds of layers that differ; every family is held exact by tests/models.
-FAST = {("qwen3", "float64"), ("gpt_oss", "float32")}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "budget", "name"),
-    [
-        pytest.param(dtype, budget, name, marks=[] if (name, dtype) in FAST else [pytest.mark.slow])
-        for dtype, budget in (("float32", None), ("float64", "7"))
-        for name in EXACT
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "budget"), [("float32", None), ("float64", "7")])
+@pytest.mark.parametrize("name", EXACT)
 def test_a_family_is_verified_from_its_folder(treetrain, rows_file, folder_of, name, dtype, budget):
     argv = ["verify", rows_file, "--model", folder_of(name), "--dtype", dtype, "--json"]
     report = treetrain(*argv, *(["--budget", budget] if budget else [])).json
@@ -59,6 +50,7 @@ def test_a_family_is_verified_from_its_folder(treetrain, rows_file, folder_of, n
     assert (report["parts"] > 3) == (budget is not None)
 
 
+@pytest.mark.slow
 def test_a_family_is_verified_in_bfloat16(treetrain, rows_file, folder_of):
     report = treetrain("verify", rows_file, "--model", folder_of("gemma2"), "--dtype", "bfloat16", "--json").json
     # One forest of 30 tokens is no pool: its error may by chance be above that of the linear run.

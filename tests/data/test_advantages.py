@@ -36,6 +36,7 @@ def test_a_group_of_one_and_a_group_of_equal_rewards_get_zero():
     assert first(group_advantages(rows(0.1, 0.1, 0.1))) == [0, 0, 0]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=6))
 def test_the_number_of_calls_in_a_conversation_does_not_change_the_group_statistics(episodes):
     calls = [t for e, (reward, n) in enumerate(episodes) for t in rows(reward, episode=e) * n]

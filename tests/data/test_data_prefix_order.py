@@ -31,6 +31,7 @@ def as_lists(order) -> list[list[int]]:
     return [array.tolist() for array in order]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tokens", [1, 6, 25, 1024])
 def test_neighbours_share_what_they_have_in_common_whatever_is_read_at_once(tokens, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_AT_ONCE", tokens)
@@ -50,6 +51,7 @@ def test_neighbours_share_what_they_have_in_common_whatever_is_read_at_once(toke
     check()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(rows=rows_of_files)
 def test_what_neighbours_share_counts_the_tokens_of_the_tree(rows) -> None:

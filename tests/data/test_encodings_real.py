@@ -38,6 +38,7 @@ def as_attributes(prefix, messages):
     return made
 
 
+@pytest.mark.slow
 def test_real_conversations_in_three_encodings_are_the_same_tree(shared_data):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(shared_data / "tokenizer-qwen3")

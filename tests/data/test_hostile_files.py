@@ -301,6 +301,7 @@ print(*counts)
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.zip", "rows.gz"])
 def test_files_with_flipped_bits_are_read_or_refused_and_never_end_the_process(tmp_path, name):
     rows = [{"input_ids": list(range(n)), "group_id": f"g{n}", "reward": n / 2} for n in range(1, 9)]
@@ -362,33 +363,31 @@ def test_a_template_that_loops_without_end_is_refused_in_bounded_time(
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is limited on Linux only")
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        pytest.param(
+        (
             '{{ "a" * 10**10 }}',
             r"line 1: line 1 of the chat template has the operator \*\*, which may take without end",
-            marks=pytest.mark.slow,
         ),
         ('{{ "a" * 10000000000 }}', "line 1: the chat template takes more than 1,073,741,824 bytes for 1 messages"),
         *(
-            pytest.param(template, "takes more than 1,073,741,824 bytes", marks=pytest.mark.slow)
+            (template, "takes more than 1,073,741,824 bytes")
             for template in (
                 '{% set n = messages | length * 99999999999 %}{{ "a" * n }}',
                 '{{ "a".ljust(10000000000) }}',
                 '{{ "%9999999999d" % 1 }}',
             )
         ),
-        pytest.param(
+        (
             "{% set o = namespace(x='ab') %}{% for i in range(99) %}{% set o.x = o.x ~ o.x %}{% endfor %}",
             "takes more than",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "{% set o = namespace(n=9) %}{% for i in range(99) %}{% set o.n = o.n * o.n %}{% endfor %}",
             "takes more than",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -497,6 +496,7 @@ def test_gigabytes_in_one_buffer_are_refused_in_bounded_memory(tmp_path, codec):
     assert int(done.stdout.split()[-1]) < 1 << 20
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_late_calls_only_and_leaves_nothing_behind():
     def spin(seconds):
         end = time.monotonic() + seconds

@@ -148,6 +148,7 @@ def test_reading_imports_no_torch():
     assert loaded_by("import treetrain.data.load").isdisjoint({"torch", "transformers"})
 
 
+@pytest.mark.slow
 def test_a_training_step_imports_no_reader_of_logs():
     found = loaded_by("import treetrain as tt; tt.TreeEngine; tt.share_prefixes")
     rooms = {name.removeprefix("treetrain.data.") for name in found if name.startswith("treetrain.data.")}
@@ -165,6 +166,7 @@ def airline(shared_data, qwen, **options):
     return load(folder / "trajectories.jsonl", tokenizer=qwen, tools=folder / "tools.json", **options)
 
 
+@pytest.mark.slow
 def test_tau_airline_transcripts_train_exactly_what_its_calls_train(shared_data, qwen):
     whole = airline(shared_data, qwen, chat_template="chatml", limit=10)
     calls = airline(shared_data, qwen, chat_template="chatml", limit=10, view="calls")
@@ -176,6 +178,7 @@ def test_tau_airline_transcripts_train_exactly_what_its_calls_train(shared_data,
         assert qwen(text, add_special_tokens=False)["input_ids"] == t.ids.tolist()
 
 
+@pytest.mark.slow
 def test_real_search_trees_load_and_get_advantages(shared_data, qwen):
     loaded = load(shared_data / "tot_game24_bfs" / "trajectories.jsonl", tokenizer=qwen, limit=300)
     assert any(note.startswith("keys that are not used: 'step' (300)") for note in loaded.notes)

@@ -59,6 +59,7 @@ rows_of_files = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(rows_of_files)
 def test_the_weights_are_those_of_a_set_of_prefixes(drawn):
@@ -127,6 +128,7 @@ def test_inspect_counts_the_trained_tokens_that_count_once_leaves_out(write_rows
     assert '5 repeat what an earlier row trains; count="once" trains each once' in capsys.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 3])
 @pytest.mark.parametrize("loss", ["sft", "reinforce"])
 def test_a_step_is_that_of_weights_by_hand_and_of_the_linear_baseline(loss, budget):

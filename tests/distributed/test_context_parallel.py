@@ -11,6 +11,7 @@ import treetrain as tt
 from support.models import make_model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", ["1 part", "one segment per part", "chunks of 2", "shared prefill"])
 @pytest.mark.parametrize("keep", ["none", "all", "mixed"])
 @pytest.mark.parametrize("loss", ["ppo entropy", "gspo", "dpo", "own contrast"])
@@ -21,6 +22,7 @@ def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
 SMALL_PARTS = (("chunks of 2", "mixed"),) * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -95,6 +97,17 @@ def test_four_ranks(run_on_ranks):
     check(run_on_ranks, Job("context", "value", changes=four, value_head=True, shapes=small), size=4)
 
 
+WAYS = [
+    {"dtype": torch.float32, "lora": True},
+    "kept",
+    {"budget": 4},
+    {"shapes": (("chunks of 7", "mixed"),) * 4},
+    "recomputed",
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     ("family", "changes", "size"),
     [
@@ -107,20 +120,20 @@ def test_four_ranks(run_on_ranks):
         pytest.param("gpt_oss", KEYS, 4, marks=pytest.mark.slow),  # sinks, windows, experts
     ],
 )
-def test_heads_of_keys_and_values_are_repeated_for_ranks_that_do_not_divide_them(run_on_ranks, family, changes, size):
+def test_heads_of_keys_and_values_are_repeated_for_ranks_that_do_not_divide_them(
+    run_on_ranks, family, changes, size, way
+):
     job = Job("context", "ppo entropy", family=family, changes=changes)
-    check(run_on_ranks, dataclasses.replace(job, budget=4), size=size)
-    check(run_on_ranks, dataclasses.replace(job, shapes=(("chunks of 7", "mixed"),) * size), size=size)
-    check(run_on_ranks, dataclasses.replace(job, dtype=torch.float32, lora=True), size=size)
-    for keeps in ("kept", "recomputed"):
-        plans = (("chunks of 2", "mixed"),) * size
-        for outcome in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", (family, changes), size=size):
-            assert outcome["error"] <= 1e-12, outcome
+    if isinstance(way, dict):
+        check(run_on_ranks, dataclasses.replace(job, **way), size=size)
+        return
+    plans = (("chunks of 2", "mixed"),) * size
+    for outcome in run_on_ranks(scored_step, "context", plans, (way,), 2, "round", (family, changes), size=size):
+        assert outcome["error"] <= 1e-12, outcome
 
 
-@pytest.mark.parametrize(
-    "keeps", ["partly", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kept", "recomputed"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", ["partly", "kept", "recomputed"])
 def test_score_now_and_backward_later(run_on_ranks, keeps):
     plans = (("chunks of 7", "mixed"),) * 2
     for outcome in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", ("qwen3", KEYS)):

@@ -8,17 +8,18 @@ import torch
 from rank_steps import Job, bfloat16_errors, check
 
 from support.cases import EVERY
-from support.fewer import some
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", ["round", "halves", "first has all", "last has all"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_may_be_split_in_any_way(run_on_ranks, parallel, split, size) -> None:
     check(run_on_ranks, Job(parallel, "ppo entropy", split=split), size=size)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_one_rank_is_a_process_alone(run_on_ranks, parallel) -> None:
     for loss in ("sft", "ppo entropy", "dpo"):
         check(run_on_ranks, Job(parallel, loss, budget=9), size=1)
@@ -32,6 +33,7 @@ MIXED_PLANS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("plans", "reduce", "loss"),
     [
@@ -52,37 +54,40 @@ def test_four_ranks_keep_and_recompute_in_one_step(run_on_ranks) -> None:
         check(run_on_ranks, Job("fsdp", "grpo", shapes=shapes, split=split), size=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", ["sft per trajectory", "gspo", "dpo", "own", "own contrast"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_losses_over_several_rows_see_those_of_all_ranks(run_on_ranks, loss, parallel) -> None:
     check(run_on_ranks, Job(parallel, loss, budget=9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 @pytest.mark.parametrize("loss", EVERY)
 def test_every_loss_of_the_library(run_on_ranks, loss, parallel) -> None:
     for seed, split in ((2, "round"), (3, "first has all")):
         check(run_on_ranks, Job(parallel, loss, budget=9, seed=seed, split=split))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_a_step_may_take_several_calls(run_on_ranks, parallel) -> None:
     for reduce in ("each", "last"):
         check(run_on_ranks, Job(parallel, "sft", calls=3, budget=9, reduce=reduce))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_a_step_in_float32(run_on_ranks, parallel) -> None:
     check(run_on_ranks, Job(parallel, "grpo", dtype=torch.float32, budget=12))
 
 
 SHAPES_OF_MODELS = {
+    "a value head beside the model": Job(family="qwen3", loss="value", value_head=True),
     "tied head": Job(family="qwen3", changes=(("tie_word_embeddings", True),)),
     "a head of its own shard": Job(family="qwen3", head_shard=True, changes=(("tie_word_embeddings", False),)),
     "activation checkpointing": Job(family="qwen3", checkpointing=True),
     "capped logits and windows": Job(family="gemma3_text"),
-    "a value head beside the model": Job(family="qwen3", loss="value", value_head=True),
     "gated DeltaNet": Job(family="qwen3_5_text"),
     "experts": Job(family="qwen3_moe"),
     "experts with the auxiliary loss": Job(
@@ -91,7 +96,8 @@ SHAPES_OF_MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", some(SHAPES_OF_MODELS, 2))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", SHAPES_OF_MODELS)
 @pytest.mark.parametrize("way", [("fsdp", "halves"), ("ddp", "halves"), ("fsdp", "first has all")])
 def test_kinds_of_models(run_on_ranks, kind, way) -> None:
     parallel, split = way

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
-from support.fewer import some
 from support.models import make_model
 from support.processes import RankFailed
 from treetrain.testing.contract import PureFloat64
@@ -287,6 +286,7 @@ def left_alone(group: Any, parallel: str, killed: bool) -> str:
     return outcome
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_that_disagree_are_told_so_on_every_rank(run_on_ranks, parallel, case) -> None:
@@ -295,7 +295,8 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(run_on_ranks, parallel, c
     assert mine in outcome[1] and others in outcome[0], outcome
 
 
-@pytest.mark.parametrize("parallel", some(["ddp", "context", "fsdp", "mesh", "tensor"], 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("parallel", ["tensor", "fsdp", "ddp", "context", "mesh"])
 def test_a_loss_that_raises_in_the_middle_of_a_step_stops_all_ranks_and_leaves_them_usable(
     run_on_ranks, parallel
 ) -> None:
@@ -335,6 +336,7 @@ def test_ranks_in_a_pass_that_another_has_left_are_told_its_error_when_its_proce
     assert ("see what it said" if killed else "rank 1 of 2: Oops: in the second layer") in str(failed.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parallel", ["context", "tensor", "mesh"])
 def test_no_rank_waits_for_the_free_bytes_of_one_that_cannot_plan_or_plans_alone(run_on_ranks, parallel) -> None:
     size = 4 if parallel == "mesh" else 2
@@ -346,6 +348,7 @@ def test_no_rank_waits_for_the_free_bytes_of_one_that_cannot_plan_or_plans_alone
         assert free == least * (1 if parallel == "tensor" else 2)
 
 
+@pytest.mark.slow
 def test_the_passes_of_a_sharded_model_can_be_timed(run_on_ranks) -> None:
     assert all(run_on_ranks(measuring))
 
@@ -375,12 +378,14 @@ def test_uses_that_cannot_be_exact_on_shards_are_refused(run_on_ranks) -> None:
             assert outcome[use].startswith("UnsupportedModel: ") and words in outcome[use]
 
 
+@pytest.mark.slow
 def test_scores_of_a_sharded_model_without_gradients(run_on_ranks) -> None:
     for outcome in run_on_ranks(scores_without_gradients):
         assert outcome <= 1e-12
 
 
-@pytest.mark.parametrize("kind", some(WRAPPED, 2))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", WRAPPED)
 def test_a_step_on_a_model_that_is_wrapped_otherwise(run_on_ranks, kind) -> None:
     size = 4 if kind == "replicas of shards" else 2
     for outcome in run_on_ranks(wrapped, kind, size=size):

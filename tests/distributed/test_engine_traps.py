@@ -256,6 +256,7 @@ def groups_made(group: Any) -> int:
 EXACT = 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("parallel", "reduce"), [("ddp", "each"), ("fsdp", "each"), ("fsdp", "last")])
 def test_the_last_call_of_a_step_reduces_what_earlier_ones_left_also_without_rows(run_on_ranks, parallel, reduce):
     for error in run_on_ranks(last_call_without_rows, parallel, reduce):
@@ -289,18 +290,21 @@ def test_losses_of_ones_own_must_be_the_same_on_all_ranks(run_on_ranks) -> None:
         assert "the ranks differ in what the loss needs" in needs and "'entropies'" in needs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DistributedDataParallel", "shards"])
 def test_a_value_head_may_be_wrapped_as_the_model_is(run_on_ranks, kind) -> None:
     for error in run_on_ranks(value_head_in_other_hands, kind):
         assert error <= EXACT
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
 def test_fsdp_may_cast_the_outputs_of_the_model(run_on_ranks, family) -> None:
     for left, cast in run_on_ranks(outputs_cast_by_fsdp, family):
         assert left == cast < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_calls_that_differ_in_what_is_known_late_stop_on_all_ranks(run_on_ranks, parallel) -> None:
     for outcome in run_on_ranks(calls_that_differ, parallel):

@@ -5,6 +5,7 @@ import pytest
 from support.images import refusal_of_ranks, step_of_ranks
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [3, 5])
 def test_the_gradients_are_those_of_one_process(run_on_ranks, first):
     """With 5 rows on the first rank the other has text alone, and no gradient of the encoder."""

@@ -104,28 +104,33 @@ def alternating(cases):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("how", "split", "keeps"), alternating(["round", "halves", "first has all", "last has all"]))
 def test_ranks_have_rows_of_their_own_or_none(run_on_ranks, how, split, keeps):
     check(run_on_ranks, how, keeps=(keeps,), split=split)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_sharded_model_all_keep_their_graphs_or_none_does(run_on_ranks):
     assert check(run_on_ranks, "fsdp", keeps=("kept", "recomputed")) == [["recomputed"]] * 2
     assert check(run_on_ranks, "fsdp", keeps=("kept", "kept")) == [["kept"]] * 2
     assert check(run_on_ranks, "ddp", keeps=("kept", "recomputed")) == [["kept"], ["recomputed"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [("partly", "kept"), ("kept", "partly"), ("partly", "partly")])
 def test_ranks_of_a_sharded_model_may_keep_the_graphs_of_other_parts(run_on_ranks, keeps):
     assert check(run_on_ranks, "fsdp", keeps=keeps, split="halves") == [["kept"]] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_step_may_be_accumulated(run_on_ranks, how, keeps):
     check(run_on_ranks, how, keeps=(keeps,), calls=3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("how", "family", "keeps"), alternating(["qwen3_5_text", "qwen3_moe", "gemma3_text"]))
 def test_kinds_of_models(run_on_ranks, how, family, keeps):
     check(run_on_ranks, how, keeps=(keeps,), changes=(family, ()), split="halves")

@@ -103,6 +103,7 @@ def planned(split: Split, **options: Any) -> RankPlans:
     return plan_ranks(build_tree(rows()), cost, split.data, aligned=split.shards > 1, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("parallel", "budget", "split"),
     [
@@ -140,6 +141,7 @@ def test_passes_tokens_and_bytes_of_every_rank_are_those_of_the_simulator(run_on
         assert sent["context"] <= moved["alltoall_base_"] * leaves <= sent["context"] * (1 + padded)
 
 
+@pytest.mark.slow
 def test_ranks_that_run_their_rows_in_runs_are_exact(run_on_ranks) -> None:
     batch, size, budget = rows(), 4, 48
     own, aligned = planned(Split(size), budget=budget), planned(Split(size, shards=size), budget=budget)
@@ -153,6 +155,7 @@ def test_ranks_that_run_their_rows_in_runs_are_exact(run_on_ranks) -> None:
         assert outcome["computed"] > whole and outcome["error"] <= 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, "1GB", "8.4MB"])
 def test_ranks_in_shards_are_exact_with_a_budget_in_bytes_or_none(run_on_ranks, budget) -> None:
     batch = rows()

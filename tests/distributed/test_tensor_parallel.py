@@ -183,6 +183,7 @@ WHOLE = {f"model.layers.*.self_attn.{name}": "replicate" for name in ("q_norm", 
 pytest.importorskip("transformers.distributed.tensor_parallel", reason="this transformers cuts models in another way")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", ["one segment per part", "chunks of 7", "shared prefill"])
 @pytest.mark.parametrize("keep", ["none", "all", "mixed"])
 @pytest.mark.parametrize("loss", ["ppo entropy", "gspo", "dpo"])
@@ -193,15 +194,16 @@ def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
 SMALL_PARTS = (("chunks of 2", "mixed"),) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("gemma2", ()),  # windows, capped scores and logits
-        pytest.param("gpt_oss", (), marks=pytest.mark.slow),  # sinks, windows, experts
-        pytest.param("qwen3_moe", (("output_router_logits", True),), marks=pytest.mark.slow),
-        pytest.param("glm4_moe", (), marks=pytest.mark.slow),  # its plan leaves the norms of queries and keys out
+        ("gpt_oss", ()),  # sinks, windows, experts
+        ("qwen3_moe", (("output_router_logits", True),)),
+        ("glm4_moe", ()),  # its plan leaves the norms of queries and keys out
         ("qwen3_5_text", ()),  # recurrent layers
-        pytest.param("llama", (("tie_word_embeddings", True),), marks=pytest.mark.slow),
+        ("llama", (("tie_word_embeddings", True),)),
         ("qwen3", (("vocab_size", 41),)),  # the last rank has a token less
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -210,6 +212,7 @@ def test_kinds_of_layers_and_heads(run_on_ranks, family, changes):
     check(run_on_ranks, Job("tensor", "ppo entropy", family=family, changes=KEYS + changes, shapes=SMALL_PARTS))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "changes", "divided"),
     [
@@ -255,9 +258,8 @@ def test_values_checkpointed_layers_and_several_calls(run_on_ranks):
     check(run_on_ranks, Job("tensor", "grpo", changes=KEYS, dtype=torch.float32, budget=4))
 
 
-@pytest.mark.parametrize(
-    "keeps", ["partly", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kept", "recomputed"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", ["partly", "kept", "recomputed"])
 def test_score_now_and_backward_later(run_on_ranks, keeps):
     plans = (("chunks of 7", "mixed"),) * 2
     for outcome in run_on_ranks(scored_step, "tensor", plans, (keeps,), 2, "round", ("qwen3", KEYS)):

@@ -64,6 +64,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shape", "loss"), [("deep", "sft"), ("bushy", "ppo"), ("star", "sft"), ("unrelated", "ppo")])
 def test_nothing_of_tokens_times_tokens_is_allocated(model, shape, loss):
     rows = [tt.Trajectory(ids, advantages=1.0) for ids in rows_of(shape)]
@@ -78,11 +79,14 @@ def test_nothing_of_tokens_times_tokens_is_allocated(model, shape, loss):
     assert watch.elements < tokens * tokens / 4, watch.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora_like_head", "loss"),
     [
         (False, "ppo"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, "sft"), (False, "sft"), (True, "ppo"))),
+        (True, "sft"),
+        (False, "sft"),
+        (True, "ppo"),
     ],
 )
 def test_nothing_of_tokens_times_vocabulary_is_allocated(loss, lora_like_head):

@@ -36,6 +36,7 @@ def expected(model, loss=pairs_loss) -> torch.Tensor:
         return linear.gradients(model, loss(linear.score_rows(model, IDS)[0]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [1, 2, 7, 1000, np.int64(7), np.int32(7), "7", " 64 "])
 def test_tokens_bound_the_graphs_that_are_alive_at_once(model, budget):
     model.zero_grad()
@@ -132,7 +133,8 @@ def train(budget, steps: int, dtype=torch.float64, autocast: bool = False) -> tu
     return losses, torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("budget", [3, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (9, 1))])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [3, 9, 1])
 def test_a_loop_with_an_optimiser_makes_the_same_steps_under_a_budget(budget):
     with PureFloat64():
         losses, weights = train(None, 5)
@@ -142,6 +144,7 @@ def test_a_loop_with_an_optimiser_makes_the_same_steps_under_a_budget(budget):
     assert linear.relative_error(got, weights) <= 1e-10
 
 
+@pytest.mark.slow
 def test_one_backward_for_each_of_two_calls_adds_up_like_one_backward_for_both(model):
     with PureFloat64():
         model.zero_grad()

@@ -72,6 +72,7 @@ def torch_flops(model) -> int:
     return counter.get_total_flops() - sum(rotary)
 
 
+@pytest.mark.few(1)
 @every_family
 def test_the_parameters_and_flops_of_a_family_are_those_of_its_plain_forward(name):
     model = make_model(name)
@@ -85,6 +86,7 @@ def test_the_parameters_and_flops_of_a_family_are_those_of_its_plain_forward(nam
         assert ours == 3 * torch_flops(model)
 
 
+@pytest.mark.few(2)
 @every_family
 def test_layers_see_as_far_as_transformers_masks_let_them(name):
     from transformers import masking_utils
@@ -134,7 +136,8 @@ def forest(vocabulary: int, trunk: int, branch: int):
     return Batch.of(tt.build_tree([tt.Trajectory(row) for row in rows]), weighted=True).layout
 
 
-@pytest.mark.parametrize("budget", [10_000, 200, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [10_000, 200, 50])
 def test_tensors_alive_at_the_peak_of_a_plan_are_predicted_within_a_tenth(budget):
     model, layout = load_model("tiny"), forest(1000, 300, 150)
     cost = cost_of(model)
@@ -145,7 +148,8 @@ def test_tensors_alive_at_the_peak_of_a_plan_are_predicted_within_a_tenth(budget
     assert peak == pytest.approx(sum(predicted.values()) - predicted["allocator"], rel=0.1)
 
 
-@pytest.mark.parametrize("budget", [10_000, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [10_000, 50])
 def test_checkpointing_takes_no_more_than_is_predicted(budget):
     model, layout = load_model("tiny"), forest(1000, 300, 150)
     checkpoint_layers(model)
@@ -156,16 +160,9 @@ def test_checkpointing_takes_no_more_than_is_predicted(budget):
     assert 0.6 < peak / (sum(predicted.values()) - predicted["allocator"]) < 1.1
 
 
-@pytest.mark.parametrize(
-    ("name", "budget"),
-    [
-        (name, budget)
-        if (budget, number % 4) in ((60, 0), (20, 1))
-        else pytest.param(name, budget, marks=pytest.mark.slow)
-        for number, name in enumerate(["qwen3_moe", "deepseek_v3", "gemma2", "qwen3_5_text", "llama4_text", "lfm2"])
-        for budget in (10_000, 60, 20)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gemma2", "qwen3_5_text", "llama4_text", "lfm2"])
+@pytest.mark.parametrize("budget", [10_000, 60, 20])
 def test_the_caches_of_a_family_are_predicted_exactly_and_its_peak_within_a_fifth(name, budget):
     model, layout = sized(name), forest(37, 100, 50)
     cost = cost_of(model)
@@ -203,12 +200,14 @@ def saved_per_token(model: nn.Module) -> float:
     return (saved[1] - saved[0]) / 128
 
 
+@pytest.mark.few(2)
 @every_family
 def test_what_a_family_saves_for_backward_is_counted_within_a_tenth(name):
     model = sized(name)
     assert count(model).saved_token == pytest.approx(saved_per_token(model), rel=0.15 if name == "cohere2" else 0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_shape_says_what_a_qwen3_model_counts(dtype):
     counts = count(load_model("tiny", dtype=dtype))
@@ -245,6 +244,7 @@ def test_counting_leaves_the_model_as_it_was():
     assert torch.equal(state, torch.get_rng_state()) and not some._post_accumulate_grad_hooks
 
 
+@pytest.mark.slow
 def test_adapters_save_less_and_have_no_gradient_of_the_head():
     peft = pytest.importorskip("peft")
     full = count(load_model("tiny"))
@@ -254,6 +254,7 @@ def test_adapters_save_less_and_have_no_gradient_of_the_head():
     assert 0 < found.saved_token < full.saved_token
 
 
+@pytest.mark.slow
 def test_dtype_autocast_and_checkpointing_are_seen():
     dtypes = torch.float32, torch.bfloat16, torch.float64
     plain, narrow, double = (cost_of(make_model(dtype=dtype)).counts for dtype in dtypes)
@@ -331,6 +332,7 @@ def test_a_model_that_computes_with_values_is_refused_and_planned_by_tokens(monk
         tt.TreeEngine(model, budget="1GB").plan(rows)
 
 
+@pytest.mark.slow
 def test_a_model_is_counted_by_its_name_without_weights():
     assert count_named("tiny") == count(load_model("tiny"))
     assert count_named("tiny", 2).dtype_bytes == 2

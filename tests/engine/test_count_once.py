@@ -59,6 +59,7 @@ def step(model, batch, loss, **options) -> tuple[tt.StepResult, torch.Tensor]:
     return result, linear.gradients(model)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "budget"), [(name, (None, 3)[number % 2]) for number, name in enumerate(LOSSES)])
 def test_a_step_is_that_of_one_row_for_each_sampled_token(name, budget):
     model, loss = make_model("qwen3", dtype=torch.float64), LOSSES[name]

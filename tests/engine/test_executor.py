@@ -81,6 +81,7 @@ def counted(passes: list[list[int]]) -> Counter:
     return Counter(itertools.chain.from_iterable(passes))
 
 
+@pytest.mark.few(3)
 @every_plan_and_case
 def test_every_token_runs_once_and_the_exported_ones_of_recomputed_parts_twice(model, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
@@ -98,6 +99,7 @@ def test_every_token_runs_once_and_the_exported_ones_of_recomputed_parts_twice(m
     assert result.recomputed_tokens == sum(map(len, seen.plain))
 
 
+@pytest.mark.few(5)
 @every_plan
 def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
     engine = planned(shape, keep)(model)
@@ -111,6 +113,7 @@ def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
     assert (seen.graph, seen.backward, seen.plain) == (forward, backward, published)
 
 
+@pytest.mark.few(5)
 @every_plan_and_case
 def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
@@ -129,6 +132,7 @@ def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shap
     assert writing == passes, "closed parts hand nothing on"
 
 
+@pytest.mark.few(5)
 @every_plan
 def test_rows_of_the_cache_are_returned(model, shape, keep, monkeypatch):
     executors, make = [], executor.Executor.__init__
@@ -143,6 +147,7 @@ def test_rows_of_the_cache_are_returned(model, shape, keep, monkeypatch):
     assert all(cache._in_use == 0 and (cache.row_of == -1).all() for cache in used)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("shape", "keep"), PLANS[::3])
 def test_the_same_plan_gives_the_same_bits_and_gradients_add_up(model, shape, keep, loss):
@@ -156,6 +161,7 @@ def test_the_same_plan_gives_the_same_bits_and_gradients_add_up(model, shape, ke
     assert linear.relative_error(linear.gradients(model), 2 * gradient) <= 1e-15
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("tree", IDS)
 @every_plan
 def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, caches, shape, keep, tree):
@@ -201,6 +207,7 @@ class Counting:
         return (logprobs.square() + 0.1 * entropies).sum(), {}
 
 
+@pytest.mark.few(2)
 @every_plan
 def test_a_loss_is_called_once_for_every_row_with_all_of_its_scores(model, shape, keep):
     rows = [tt.Trajectory(ids, id=str(k)) for k, ids in enumerate([*IDS["deep"], [], [3]])]
@@ -239,6 +246,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", ["first forward", "later forward", "last forward", "backward"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, tt.UnsupportedModel])

@@ -34,6 +34,7 @@ def model_and_gradient(tied: bool) -> tuple[nn.Module, torch.Tensor]:
     return model, gradient
 
 
+@pytest.mark.few(1)
 @every_way
 @every_budget
 @pytest.mark.parametrize("tied", [True, False])

@@ -150,6 +150,7 @@ def model():
     return make_model("qwen3").to(META)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("loss", "engine"),
     [
@@ -165,11 +166,13 @@ def test_no_part_of_a_step_waits_for_the_device(model, loss, engine):
     assert (result.parts > 3) == (engine != "one part")
 
 
+@pytest.mark.slow
 def test_a_budget_and_the_linear_baseline_make_no_wait(model):
     assert no_wait(model, sft(), budget=4).parts > 1
     assert no_wait(model, sft(), LinearEngine, pack_tokens=6).parts > 1
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_own_makes_no_wait(model):
     def own(logprobs, entropies, trajectory):
         return -logprobs.sum(), {"mean": (logprobs.sum(), float(len(logprobs))), "rows": 1.0}
@@ -178,6 +181,7 @@ def test_a_loss_of_the_users_own_makes_no_wait(model):
     no_wait(model, own, CHUNKS)
 
 
+@pytest.mark.slow
 def test_values_adapters_and_checkpointed_layers_make_no_wait():
     from peft import LoraConfig, get_peft_model
 
@@ -191,6 +195,7 @@ def test_values_adapters_and_checkpointed_layers_make_no_wait():
     no_wait(adapted, sft(), CHUNKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_sinks_and_experts_make_no_wait(family):
     made = make_model(family)
@@ -199,6 +204,7 @@ def test_windows_sinks_and_experts_make_no_wait(family):
     assert no_wait(made.to(META), sft(), CHUNKS).parts > 3
 
 
+@pytest.mark.slow
 def test_grouped_products_of_experts_make_no_wait():
     made = make_model("qwen3_moe", dtype=torch.bfloat16, hidden_size=32)
     made.set_experts_implementation("grouped_mm")  # what transformers takes where nothing is asked for

@@ -11,7 +11,6 @@ import torch
 
 import treetrain as tt
 from support.cases import OTHERS
-from support.fewer import some
 from support.models import MAMBA, make_model, needs_transformers
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
@@ -26,6 +25,7 @@ from treetrain.testing.forests import bushy_rows, with_random_facts
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "shape"), zip(DELTA, ("chunks of 7", "one segment per part")))
 def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, record_property):
     # A smooth loss, as below.
@@ -81,6 +81,7 @@ def measure(model, rows, engines) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return truth, found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "name", "plans"),
     [
@@ -109,7 +110,8 @@ def test_five_hundred_nested_forks_are_exact(family):
         assert linear.relative_error(gradient, truth) <= 1e-12
 
 
-@pytest.mark.parametrize("family", some(DEEP, 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DEEP)
 def test_a_budget_in_tokens_and_the_primitive_are_exact(family):
     rows = with_random_facts(SMALL, 5)
     ids = [row.ids.tolist() for row in rows]
@@ -127,6 +129,7 @@ def test_a_budget_in_tokens_and_the_primitive_are_exact(family):
                 torch.testing.assert_close(other, want, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", DEEP)
 def test_nothing_of_a_pure_float64_run_is_rounded(family):
     watch = RoundsToFloat32()
@@ -137,7 +140,8 @@ def test_nothing_of_a_pure_float64_run_is_rounded(family):
     assert watch.found == []
 
 
-@pytest.mark.parametrize("keep", ["mixed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("none", "all"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["mixed", "none", "all"])
 def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, monkeypatch):
     made: list[paths.StateCache] = []
     grown: list[int] = []
@@ -170,6 +174,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         assert slots.num_bytes == (3 * slots.most * (state + tail) * 4 * 2 if slots.most else 0)
 
 
+@pytest.mark.slow
 def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
     made: list[weakref.ref] = []
 
@@ -191,6 +196,7 @@ def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
     assert [cache() for cache in made] == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*DEEP, "olmo_hybrid"])
 def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch):
     kernel = StandIn()
@@ -230,12 +236,13 @@ class DoesNotCompile(StandIn):
 KERNELS = [
     (StandIn, None),
     (WrongForward, "off in outputs and states by"),
+    (DoesNotCompile, "raised RuntimeError: ptxas: unsupported architecture"),
     (WrongStates, "off in outputs and states by"),
     (WrongGradient, "off in the gradients by"),
-    (DoesNotCompile, "raised RuntimeError: ptxas: unsupported architecture"),
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "kind", "reason"),
     [

@@ -52,11 +52,12 @@ def check(model: nn.Module, truth: torch.Tensor | None = None) -> None:
             assert linear.relative_error(by_engine(model, planned(*plan)), truth) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "reentrant"),
     [
         *(("qwen3_5_deep", True), ("bamba_deep", False), ("zamba2", True)),
-        pytest.param("qwen3_5_deep", False, marks=pytest.mark.slow),
+        ("qwen3_5_deep", False),
     ],
 )
 def test_gradient_checkpointing_changes_nothing(family, reentrant):
@@ -75,12 +76,13 @@ LORAS = {
 """What recurrent layers project."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "modules"),
     [
         *(("qwen3_5_deep", "all-linear"), ("falcon_h1", LORAS["falcon_h1"])),
-        *(pytest.param(name, LORAS[name], marks=pytest.mark.slow) for name in ("qwen3_5_deep", "bamba_deep")),
-        pytest.param("bamba_deep", "all-linear", marks=pytest.mark.slow),
+        *((name, LORAS[name]) for name in ("qwen3_5_deep", "bamba_deep")),
+        ("bamba_deep", "all-linear"),
     ],
 )
 def test_a_hybrid_wrapped_by_lora_is_exact(family, modules):
@@ -96,6 +98,7 @@ def test_a_hybrid_wrapped_by_lora_is_exact(family, modules):
 TRAINED = ("A_log", "conv1d", "dt_bias", "out_proj", "in_proj", "layers.3")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "trained"),
     [
@@ -146,6 +149,7 @@ def test_the_model_is_left_as_it_was_found():
     assert torch.equal(expected(model), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
 def test_under_autocast_the_error_is_no_larger_than_that_of_rows(family):
     errors: dict[str, list[float]] = {"rows": [], "1 part": [], "chunks of 2": []}
@@ -172,10 +176,8 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("limits", "plan", "case"),
-    [case if number % 5 == 0 else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(SHORT)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("limits", "plan", "case"), SHORT)
 def test_out_of_memory_splits_stay_exact(limits, plan, case):
     model = make_model("qwen3_5_deep", dtype=torch.float64)
     gc.disable()  # what is freed must be freed at once
@@ -193,6 +195,7 @@ def test_out_of_memory_splits_stay_exact(limits, plan, case):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "reentrant"),
     [
@@ -239,6 +242,7 @@ def test_checkpointing_around_a_recurrent_layer_alone_is_refused_where_it_is_han
         by_engine(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h"])
 def test_hybrids_with_experts_are_exact(family):
     check(make_model(family, dtype=torch.float64))

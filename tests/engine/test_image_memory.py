@@ -54,19 +54,19 @@ def check_peak(model: Any, budget: int | None, run: Any, tolerance: float = 0.1)
     return predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    "run, budget", [(step, 100), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
-)
+@pytest.mark.parametrize("run, budget", [(step, 100), *OTHERS])
 def test_the_peak_of_a_step_with_images_is_predicted_within_a_tenth(name, run, budget):
     predicted = check_peak(image_model(name, torch.float32), budget, run)
     assert predicted["beside"] > 0.3 * (sum(predicted.values()) - predicted["allocator"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     "kind",
-    ["frozen", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("checkpointed", "autocast", "bfloat16"))],
+    ["frozen", "checkpointed", "autocast", "bfloat16"],
 )
 def test_the_peak_is_predicted_however_the_encoder_is_trained(name, kind):
     model = image_model(name, torch.bfloat16 if kind == "bfloat16" else torch.float32)
@@ -79,6 +79,7 @@ def test_the_peak_is_predicted_however_the_encoder_is_trained(name, kind):
         check_peak(model, 20 if kind == "frozen" else None, step, 0.25 if kind == "checkpointed" else 0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("run", [step, score])
 def test_a_budget_in_bytes_holds_with_the_encoder(run):
     model = ready(image_model("Qwen3-VL", torch.float32))
@@ -149,6 +150,7 @@ def test_an_encoder_that_reads_all_images_in_one_sequence_takes_a_budget_in_toke
     tt.TreeEngine(model, budget=6).score(rows)
 
 
+@pytest.mark.slow
 def test_flash_attention_is_counted_as_torchs_own():
     model = image_model("Qwen2.5-VL", torch.bfloat16)
     distinct = tt.build_tree(ROWS).images.distinct

@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import treetrain as tt
-from support.fewer import some
 from support.images import (
     CONFIGURATIONS,
     IMAGE,
@@ -119,13 +118,15 @@ def check(found: tuple[float, Tensor], loss: float, gradient: Tensor, tolerance:
     assert linear.relative_error(found[1], gradient) <= tolerance
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, 2))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_exact(name):
     model, loss, gradient = reference(name)
     with PureFloat64():
         check(by_step(model, rows_of(name), planned("chunks of 7", "mixed")), loss, gradient)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ONE_FAST)
 @pytest.mark.parametrize("run", [by_step, by_score])
 @pytest.mark.parametrize("budget, temperature", [(None, 1.0), (6, 1.3), pytest.param(1, 1.0, marks=pytest.mark.slow)])
@@ -149,7 +150,8 @@ def test_plans_of_every_shape_are_exact(name, shape, keep):
             check(by_score(model, rows_of(name), engine), loss, gradient)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 0, 2, 3])
 @pytest.mark.parametrize("name", ONE_FAST)
 def test_random_forests_of_rows_with_images_are_exact(name, seed):
     random = np.random.default_rng(seed)
@@ -168,6 +170,7 @@ def test_random_forests_of_rows_with_images_are_exact(name, seed):
         check(by_score(model, made, budget=[None, 5][seed % 2]), *plain_gradients(model, made, loss_of))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ONE_FAST)
 @pytest.mark.parametrize(
     "runs",
@@ -176,7 +179,7 @@ def test_random_forests_of_rows_with_images_are_exact(name, seed):
         pytest.param([(run, {"budget": n}) for run in (by_step, by_score) for n in (None, 6)], marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("kind", ["frozen encoder", "adapters", "checkpointed layers"])
+@pytest.mark.parametrize("kind", ["checkpointed layers", "frozen encoder", "adapters"])
 def test_other_ways_to_train_are_exact(name, kind, runs):
     model = image_model(name)
     if kind == "frozen encoder":
@@ -193,6 +196,7 @@ def test_other_ways_to_train_are_exact(name, kind, runs):
             check(run(model, rows_of(name), **options), *expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 6])
 @pytest.mark.parametrize("run", [by_step, by_score])
 def test_the_encoder_runs_once_for_each_distinct_image_of_a_step(run, budget):
@@ -213,6 +217,7 @@ def test_the_encoder_runs_once_for_each_distinct_image_of_a_step(run, budget):
     assert passes == [("forward", patches), ("backward", patches)]
 
 
+@pytest.mark.slow
 def test_hooks_of_the_encoders_weights_run_once_on_the_whole_gradient():
     model, _, _ = reference("Qwen2.5-VL")
     weight, seen = model.model.visual.merger.mlp[0].weight, []
@@ -225,14 +230,13 @@ def test_hooks_of_the_encoders_weights_run_once_on_the_whole_gradient():
     torch.testing.assert_close(seen[0], weight.grad)
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen3-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_EXPERTS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3-VL", *WITHOUT_EXPERTS])
 @pytest.mark.parametrize(
     "run, options",
     [
         (by_step, {"engine": planned("chunks of 7", "mixed")}),
-        *(pytest.param(by_score, {"budget": budget}, marks=pytest.mark.slow) for budget in (None, 6)),
+        *((by_score, {"budget": budget}) for budget in (None, 6)),
     ],
 )
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, None)])
@@ -246,6 +250,7 @@ def test_lower_precisions_err_no_more_than_the_rows(name, dtype, bound, run, opt
     assert error <= (1.5 * linear.relative_error(rows, truth) if bound is None else bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_FAST)
 def test_scores_without_gradients_and_in_autograd(name):
     model, loss, gradient = reference(name)
@@ -281,6 +286,7 @@ def test_verify_runs_the_plain_model_with_each_rows_images(name):
     assert report.passed, report.verdict
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("run", [by_step, by_score])
 def test_a_step_that_runs_out_of_memory_starts_again_with_the_same_result(run):
     model, loss, gradient = reference("Qwen3-VL")

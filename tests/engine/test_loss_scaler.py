@@ -46,6 +46,7 @@ def train(model, how, budget, autocast):
     return after, scales
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("autocast", "limit"), [(False, 1e-5), (True, 1e-2)], ids=["float32", "float16"])
 @pytest.mark.parametrize("budget", [None, 3])
 def test_a_loop_with_a_loss_scaler_moves_the_weights_as_plain_rows_do(budget, autocast, limit):

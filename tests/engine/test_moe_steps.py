@@ -44,6 +44,7 @@ def check(model, found: float, expected, tolerance: float = 1e-6):
     assert linear.relative_error(linear.gradients(model), expected[1]) <= tolerance
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_the_auxiliary_loss_is_the_models_own_function_of_all_rows_at_once(family):
     model = model_with(family, dtype=torch.float32)
@@ -122,6 +123,7 @@ def test_log_probabilities_that_would_forget_the_auxiliary_loss_are_refused():
         tt.TreeEngine(make_model("qwen3")).router_balance([[1, 2, 3]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("shape", "keep"), [("1 part", "mixed"), ("chunks of 2", "mixed"), ("chunks of 2", "all")])
 def test_activation_checkpointing_changes_nothing(reentrant, shape, keep):
@@ -183,6 +185,7 @@ def test_every_row_through_a_token_counts():
     check(model, tt.TreeEngine(model).forward_backward(rows, LOSS).loss, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["engine", "parts", "rows", "log-probabilities", "scores"])
 def test_recorded_experts_are_taken_by_whatever_way(kind):
     model = model_with(auxiliary=False)
@@ -202,6 +205,7 @@ def test_recorded_experts_are_taken_by_whatever_way(kind):
     return check(model, engines[kind](model).forward_backward(ROUTED, LOSS).loss, expected)
 
 
+@pytest.mark.slow
 def test_experts_of_all_layers_are_taken_at_those_that_have_some():
     needs_transformers("5.16", "the layer chooses its experts, not the router")
     model = make_model("glm4_moe", torch.float64)  # the first layer has none
@@ -247,6 +251,7 @@ def test_every_implementation_of_the_experts_is_exact(implementation):
     check(model, tt.TreeEngine(model).forward_backward(ROUTED, LOSS).loss, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_the_models_buffers_and_modules_are_left_as_they_were():
     needs_transformers("5.16", "the layer chooses its experts, not the router")
     model = make_model("deepseek_v3", torch.float64)
@@ -343,6 +348,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("shape", ["1 part", "chunks of 2"])
 def test_adapters_on_a_mixture_of_experts_are_exact(kind, shape):

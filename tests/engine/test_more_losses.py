@@ -37,6 +37,7 @@ def test_gradients_are_those_of_the_rows_in_one_part_and_in_small_parts(group, r
     assert max(plan.num_parts for plan in engines[1].plans) > 2
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -56,6 +57,7 @@ def test_every_loss_in_every_shape_of_plan_gives_the_gradients_of_the_rows(model
         assert linear.relative_error(found, gradient) <= 1e-12
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_may_be_split_over_calls_of_whole_pairs(model, name):
     loss = EVERY[name].loss

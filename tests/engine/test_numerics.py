@@ -5,7 +5,6 @@ import torch
 
 import treetrain as tt
 from support.cases import OTHERS
-from support.fewer import some
 from support.models import DENSE, make_model
 from treetrain.engine.linear import LinearEngine
 from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
@@ -27,6 +26,7 @@ def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, forests, record_
 FAST = ("gpt_neox",)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family",
     [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in DENSE if f != "qwen3"],
@@ -35,13 +35,15 @@ def test_gradients_hold_for_every_family_of_plain_attention(family, record_prope
     record_property("errors", check_contract(make_model(family), [PPO], 3))
 
 
-@pytest.mark.parametrize("name", some(OTHERS, 2))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", OTHERS)
 def test_gradients_of_every_other_loss_are_those_of_the_rows(name, record_property):
     worst = check_contract(make_model("qwen3"), [OTHERS[name]], 3)
     record_property("errors", worst)
     assert worst["distinct forests"] >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [SFT, PPO], ids=["sft", "ppo"])
 def test_the_linear_engine_meets_the_contract_too(case):
     check_contract(make_model("qwen2"), [case], 4, engines=(LinearEngine,))

@@ -80,6 +80,7 @@ FORWARD = [("graph", 9), ("graph", 1), ("alive", 4)]
 BACKWARD = [("backward", 7), ("backward_alive", 3)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("limit", "tokens", "case"),
     [
@@ -113,6 +114,7 @@ def test_a_kept_part_that_does_not_fit_is_run_in_smaller_ones(model, truth, case
     assert check_step(model, truth, case, stem(kept=True), error, graph=6) <= 6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("limits", "case"),
     [
@@ -125,6 +127,7 @@ def test_a_prefill_that_does_not_fit_is_run_in_smaller_ones(model, truth, limits
     assert check_step(model, truth, case, stem(kept=False), **limits) <= min(limits.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("limit", "tokens", "case"),
     [
@@ -137,6 +140,7 @@ def test_a_recomputed_part_that_does_not_fit_is_run_in_smaller_ones(model, truth
     assert check_step(model, truth, case, stem(kept=False), **{limit: tokens}) <= tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("limits", "shape", "keep"),
     [
@@ -193,6 +197,7 @@ class Pairs:
         return torch.nn.functional.softplus(sums[1:] - sums[:-1]).sum(), {"calls": 1.0}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("limits", "before"),
     [
@@ -294,6 +299,7 @@ def test_a_step_that_starts_over_calls_hooks_once_with_the_whole_gradient(model,
     assert linear.relative_error(linear.gradients(model), truth["ppo"][1]) <= 1e-12
 
 
+@pytest.mark.slow
 def test_the_warning_points_at_the_callers_line(model):
     with Shortage(model, graph=5, plain=5), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

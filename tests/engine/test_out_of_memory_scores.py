@@ -57,6 +57,7 @@ def primitive(model, budget: int | None, **limits) -> tuple[list[int], torch.Ten
     return [named_budget([w]) for w in caught], gradient, shortage
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("budget", "limits", "warned"),
     [

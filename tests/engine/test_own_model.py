@@ -24,6 +24,7 @@ SPECS: dict[str, dict] = {
 TREE = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9, 9, 9], [4, 4]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_attention_on_a_tree_is_that_of_one_row_at_a_time(name):
     @seeded(name)
@@ -86,6 +87,7 @@ def model() -> Decoder:
     return Decoder(VOCAB, width=16, windows=(None, 4, None)).double()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head", ["linear", "function"])
 def test_a_model_of_ones_own_has_the_gradients_of_its_rows_by_themselves_whole_and_in_parts(model, head):
     given_head = None if head == "linear" else lambda x: model.head(x)

@@ -10,6 +10,7 @@ from treetrain.testing.contract import PPO, SFT, check_contract
 FAST = ("chunks of 2", "shared prefill")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("shape", "cases", "forests"),
     [

@@ -146,6 +146,7 @@ def test_adapters_switched_before_backward_raise_and_switched_back_do_not(name, 
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 3])
 def test_an_adapter_that_is_active_again_in_backward_is_fine(budget):
     model = with_two_adapters(make_model("qwen3", dtype=torch.float64))

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import treetrain as tt
-from support.fewer import some
 from support.models import make_model
 from treetrain.engine.extensions import token_mixing
 from treetrain.errors import UnsupportedModel
@@ -55,7 +54,8 @@ def adapted(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", some(sorted(kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING), 5))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING))
 def test_an_adapter_of_any_type_is_exact_or_refused_by_name(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -75,6 +75,7 @@ def test_an_adapter_of_any_type_is_exact_or_refused_by_name(kind):
         torch.testing.assert_close(own, row, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not hasattr(peft, "LilyConfig"), reason="this peft has no such adapter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
@@ -135,6 +136,7 @@ def test_a_hook_or_forward_that_mixes_tokens_is_refused_by_name(name):
         assert len(str(error.value)) <= 400
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe_text", "gpt_oss"])
 def test_hooks_that_treat_every_token_alone_are_exact(family):
     model = make_model(family).train()

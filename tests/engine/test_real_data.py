@@ -74,6 +74,7 @@ def truths(shared_data, tokenizer, model):
     return functools.cache(lambda name: Truth(model, renumbered(SETS[name](shared_data, tokenizer), VOCABULARY)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SETS)
 def test_gradients_on_real_trajectories_are_those_of_the_rows(name, truths, model, record_property):
     truth = truths(name)

@@ -77,6 +77,7 @@ def linear_gradients(model, rows, temperature=1.0):
     return loss.detach(), linear.gradients(model, loss), scores
 
 
+@pytest.mark.few(1)
 @every_way
 @every_plan
 def test_a_loss_of_ones_own_has_the_gradients_of_rows_alone(model, shape, keep, graphs):
@@ -97,6 +98,7 @@ def test_a_loss_of_ones_own_has_the_gradients_of_rows_alone(model, shape, keep, 
     assert graphs == "recomputed" or scored.recomputed_tokens == scored.plan.sizes[~scored.plan.kept].sum()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logits_are_computed_again_where_there_is_no_room_for_them(model, monkeypatch, temperature):
     _, truth, _ = linear_gradients(model, ROWS, temperature)
@@ -130,6 +132,7 @@ def test_random_forests(rows, plan, graphs, seed):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
+@pytest.mark.few(1)
 @every_way
 def test_a_mask_says_what_is_computed(model, graphs):
     rng = np.random.default_rng(1)
@@ -229,6 +232,7 @@ def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("graphs", WAYS)
 def test_states_windows_and_sinks_are_handed_on(family, graphs):
@@ -240,6 +244,7 @@ def test_states_windows_and_sinks_are_handed_on(family, graphs):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", SHAPES)
 @pytest.mark.parametrize("graphs", WAYS)
 def test_the_routers_auxiliary_loss_is_a_leaf(plan, graphs):
@@ -260,6 +265,7 @@ def test_the_routers_auxiliary_loss_is_a_leaf(plan, graphs):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", WAYS)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recorded", [True, False])
@@ -308,6 +314,7 @@ def test_values_of_a_head_are_leaves(model, graphs):
     assert linear.relative_error(found, truth) <= 1e-12
 
 
+@pytest.mark.few(1)
 @every_way
 def test_rewards_are_one_leaf(graphs):
     from transformers import Qwen3ForSequenceClassification
@@ -490,6 +497,7 @@ def test_the_vocabulary_of_the_tests_is_that_of_the_model(model):
     assert max(max(row, default=0) for row in ROWS) < VOCAB <= model.config.vocab_size
 
 
+@pytest.mark.slow
 def test_a_budget_in_bytes_is_held_while_more_graphs_are_kept_as_it_grows():
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "max_position_embeddings": 2048}

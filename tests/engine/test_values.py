@@ -132,6 +132,7 @@ def test_a_critic_trains_as_every_row_by_itself_in_every_plan(shape, keep):
     assert result.parts > 1 or shape == "1 part"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("shape", "keep"), PLANS)
 def test_policy_and_critic_on_one_trunk_train_as_every_row_by_itself_in_every_plan(shape, keep):
     model = make_model("qwen3", dtype=torch.float64)
@@ -146,12 +147,11 @@ def test_policy_and_critic_on_one_trunk_train_as_every_row_by_itself_in_every_pl
     assert {"policy_loss", "entropy", "value_loss", "value_clip_fraction"} <= set(result.metrics)
 
 
-SLOW = ("qwen3_next", "mistral", "phi3", "gpt_neox", "mixtral", "deepseek_v3", "qwen3_moe")
+MORE_FAMILIES = ("qwen3_next", "mistral", "phi3", "gpt_neox", "mixtral", "deepseek_v3", "qwen3_moe")
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma2", "gpt2", "gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_oss", *MORE_FAMILIES])
 def test_critics_and_reward_models_of_other_families_are_exact(family):
     model, reward_model = critic(family=family), critic(family=family, kind="SequenceClassification")
     reward_model.config.pad_token_id = None
@@ -185,6 +185,7 @@ def test_facts_made_of_a_critics_values_stand_beside_what_it_predicts():
     assert metrics["value_error"] == pytest.approx(error, rel=1e-9)  # the critic's error is the advantage
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", [False, True], ids=["critic", "actor-critic"])
 def test_single_precision_and_bfloat16_hold_the_numerics_contract(policy):
     low = make_model("llama", dtype=torch.bfloat16) if policy else critic(torch.bfloat16, family="llama")
@@ -209,6 +210,7 @@ def test_single_precision_and_bfloat16_hold_the_numerics_contract(policy):
     assert 0 < linear.rms([linear.relative_error(tree, truth) for tree in trees]) <= 1.5 * own
 
 
+@pytest.mark.slow
 @runs(12)
 @given(forests())
 def test_values_of_random_forests_are_those_of_the_rows_with_their_gradients(ids):
@@ -276,6 +278,7 @@ def test_entry_t_is_the_value_after_token_t_and_the_loss_reads_the_one_before():
         torch.testing.assert_close(seen[str(number)], row.detach())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pad", [None, 8])
 @pytest.mark.parametrize("budget", [None, 3])
 def test_rewards_are_what_a_reward_model_says_of_every_row_with_its_gradients(pad, budget):
@@ -340,6 +343,7 @@ def check_step(model, head, modules, *, policy: bool, plain=None) -> None:
     assert truth.norm() > 0
 
 
+@pytest.mark.slow
 def test_adapter_dropout_is_refused_where_values_are_asked_for_too():
     adapted = {
         "critic": peft_with_dropout(critic(torch.float32), "TOKEN_CLS"),
@@ -541,6 +545,7 @@ def test_bytes_bound_a_critic_too():
     assert linear.relative_error(gradients(model), truth) <= 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["Bert", "Ernie", "RoCBert"])
 def test_a_reward_model_that_pools_the_tokens_of_a_call_is_refused_and_its_critic_is_exact(family):
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -92,6 +92,7 @@ def test_gradient_checkpointing_does_run_layers_again():
     assert len(calls) == 2
 
 
+@pytest.mark.few(1)
 @both_losses
 @every_way
 def test_tied_embeddings_and_grouped_heads_are_exact(loss, way):
@@ -122,6 +123,7 @@ LORAS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LORAS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -129,6 +131,7 @@ def test_a_model_wrapped_by_lora_is_exact(name, loss, way):
     check_exact(with_lora(make_model("qwen3"), **LORAS[name]), loss, way)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_way
 def test_lora_with_gradient_checkpointing_is_exact(reentrant, way):
@@ -157,6 +160,7 @@ def test_lora_dropout_in_training_mode_is_refused():
         tt.TreeEngine(model.train())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("trained", ["lm_head", "embed_tokens", "layers.1.mlp", "layers.0.self_attn.k_proj", "norm"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -167,6 +171,7 @@ def test_a_model_with_all_but_some_parts_frozen_is_exact(trained, loss, way):
     check_exact(model, loss, way)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("way", "where"),
     # forward_backward is one call: it is under autocast or it is not.
@@ -256,6 +261,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("lora", [False, True])

@@ -41,6 +41,7 @@ def scripted(model, tokenizer, puzzles):
     return games
 
 
+@pytest.mark.slow
 def test_sft_lowers_the_loss_and_computes_shared_prefixes_once(capsys):
     _, losses = sft.main(steps=4, rows_per_step=6)
     assert losses[0] == pytest.approx(math.log(2048), abs=0.3)
@@ -49,6 +50,7 @@ def test_sft_lowers_the_loss_and_computes_shared_prefixes_once(capsys):
     assert int(computed) < 0.7 * int(flat.split()[0])
 
 
+@pytest.mark.slow
 def test_grpo_trains_on_games_and_scores_the_old_policy_before_the_first_update(model, monkeypatch):
     monkeypatch.setattr(grpo, "play", scripted)
     before, ratios = copy.deepcopy(model.state_dict()), []
@@ -108,6 +110,7 @@ def test_an_own_loss_is_nearly_the_same_under_autocast():
     assert rounded == pytest.approx(losses[0], rel=0.05) and rounded != losses[0]
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_has_the_gradients_of_its_rows_and_learns_in_parts_as_in_one(capsys):
     whole = own_model.main(steps=3, rows=12)
     printed = capsys.readouterr().out
@@ -165,6 +168,7 @@ def test_grpo_raises_the_reward():
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
 
+@pytest.mark.slow
 def test_rewards_of_steps_rise_when_every_step_of_a_tree_is_trained_once():
     history = tree_objective.main(iterations=8, branches=6, depth=2, tokens=4, lr=1e-2)
     assert {entry["trained"] for entry in history} == {(6 + 36) * 4}

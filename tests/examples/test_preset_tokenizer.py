@@ -28,6 +28,7 @@ def test_the_vocabulary_is_that_of_every_preset_and_the_special_tokens_are_where
     assert ids == [tokenizer.pad_token_id, 1, tokenizer.eos_token_id] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_training_it_again_gives_the_committed_tokenizer(tmp_path):
     from examples.countdown.train_tokenizer import write
 
@@ -83,6 +84,7 @@ def test_the_template_renders_the_traps_of_real_chat_files(tokenizer):
     )
 
 
+@pytest.mark.slow
 def test_the_tokenizer_loads_where_torch_is_not_installed():
     code = (
         "import sys; sys.modules['torch'] = None; from treetrain.models.loading import load_tokenizer; "

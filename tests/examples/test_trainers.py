@@ -48,6 +48,7 @@ def scripted_turns(trainer, prompt_ids, *_, **__):
     return replies, None
 
 
+@pytest.mark.slow
 def test_sft_in_trl_trains_on_the_recorded_games(tmp_path):
     trainer = trl_sft.main(steps=1, output=str(tmp_path))
     (loss,) = logged(trainer, "train_loss")
@@ -74,6 +75,7 @@ def test_what_the_agent_wrote_is_trained_and_its_last_word_ends_the_game():
     assert said.endswith("Done.<|im_end|>") and "submit" in said and "Submitted" not in said
 
 
+@pytest.mark.slow
 def test_grpo_in_trl_plays_with_tools_and_trains_a_round_as_one_tree(monkeypatch):
     monkeypatch.setattr(trl_grpo.GRPOTrainer, "_generate_single_turn", scripted_turns)
     model = load_model("tiny")

@@ -145,6 +145,7 @@ def test_the_charts_count_what_they_say() -> None:
         assert empty["bars"] == []
 
 
+@pytest.mark.slow
 def test_the_page_is_one_small_file_that_no_text_breaks_out_of(tmp_path) -> None:
     evil = "</script><script>alert(1)</script>"
     rows = [Trajectory([*range(seed % 50), seed], id=evil, group=evil, reward=1.0) for seed in range(40_000)]

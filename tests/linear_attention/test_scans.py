@@ -51,6 +51,7 @@ def check(layout, *, name: str = "gated delta", with_state: bool, seed: int = 0,
     return kernel
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RULES)
 @runs(40)
 @given(forests(), st.booleans(), st.integers(0, 9), st.sampled_from([0, 1, 4]))
@@ -59,6 +60,7 @@ def test_level_by_level_is_the_token_by_token_rule_with_all_gradients(name, rows
         check(layout_of(rows), name=name, with_state=with_state, seed=seed, exports=exports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["forks at the first token", "nested forks", "levels of segments"])
 def test_shapes_that_fork_often_are_exact(name):
     check(layout_of(SHAPES[name]), with_state=True)
@@ -245,6 +247,7 @@ def test_by_the_real_kernels_a_tree_is_as_exact_as_rows(name, dtype):
     compare(name, kernel, CUDA, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_by_a_stand_in_a_tree_is_as_exact_as_rows_in_narrow_dtypes(name, dtype):

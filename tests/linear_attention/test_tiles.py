@@ -41,6 +41,7 @@ def check(name: str, layout: PackedLayout, *, tile: int, with_state: bool, seed:
         assert float((found - want).norm()) <= 1e-12 * float(want.norm()) + 1e-14
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", RULES)
 @runs(60)
 @given(forests(), st.sampled_from([1, 2, 3, 5, 64]), st.booleans(), st.integers(0, 9), st.sampled_from([0, 1, 4]))
@@ -49,6 +50,7 @@ def test_outputs_states_and_gradients_are_those_of_the_token_by_token_rule(rule,
         check(rule, layout_of(rows), tile=tile, with_state=with_state, seed=seed, exports=exports)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("with_state", [True, False])

@@ -53,6 +53,7 @@ def error(model, engine, expected: torch.Tensor, rows=ROWS) -> float:
     return linear.relative_error(linear.gradients(model), expected)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("family", "shapes"),
     [
@@ -68,6 +69,7 @@ def test_every_plan_of_a_forest_is_exact_in_float64(family, shapes):
             assert error(model, planned(shape, keep), expected) <= 1e-12, (shape, keep)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("shared", "kinds", "shapes"),
     [
@@ -97,12 +99,14 @@ def test_random_forests_hold_the_numerics_contract(family, shape, record_propert
     record_property("errors", check_contract(make_model(family), [SFT, PPO], 8, engines=engines))
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("mistral_window", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "mistral_window"])
 def test_random_forests_hold_the_numerics_contract_in_small_parts(family, record_property):
     engines = [planned("1 part", "none"), planned("chunks of 7", "mixed")]
     record_property("errors", check_contract(make_model(family), [PPO], 2, engines=engines))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "window"),
     [
@@ -121,16 +125,9 @@ def test_windows_and_chunks_of_every_size_are_exact(family, window):
             assert error(model, planned(shape, keep), expected) <= 1e-12, shape
 
 
-@pytest.mark.parametrize(
-    ("family", "reentrant"),
-    [
-        *(("gemma2", True), ("gpt_oss", False), ("llama4_tuned", True)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gemma2", False), ("gpt_oss", True), ("llama4_tuned", False))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_tuned"])
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_runs_layers_again_with_their_own_kind(family, reentrant):
     model = make_model(family, dtype=torch.float64)
     with PureFloat64():
@@ -141,6 +138,7 @@ def test_activation_checkpointing_runs_layers_again_with_their_own_kind(family, 
             assert error(model, planned(shape, keep), expected) <= 1e-12
 
 
+@pytest.mark.slow
 def test_the_gradient_of_sinks_reaches_the_parameter():
     model = make_model("gpt_oss", dtype=torch.float64)
     sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
@@ -159,6 +157,7 @@ def test_the_gradient_of_sinks_reaches_the_parameter():
             assert max(linear.relative_error(a, b) for a, b in zip(gradients_of, expected)) <= 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
 def test_log_probabilities_and_entropies_are_those_of_the_models_own_logits(family):
     model = make_model(family)
@@ -177,6 +176,7 @@ def with_lora_on_the_head(model):
     return get_peft_model(copy.deepcopy(model), config)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "loss"),
     [
@@ -199,6 +199,7 @@ def test_a_scaled_head_with_a_bias_has_exact_gradients(family, loss):
             assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
 
 
+@pytest.mark.slow
 def test_bfloat16_heads_are_capped_in_float32():
     low = make_model("gemma2", dtype=torch.bfloat16, final_logit_softcapping=0.5)
     truth = torch.cat(linear.score_rows(as_dtype(low, torch.float64), ROWS)[0])

@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import treetrain as tt
 from support import models
-from support.fewer import some
 from support.plans import planned
 from support.real_rows import SETS, around_the_fork, renumbered
 from treetrain.errors import UnsupportedModel
@@ -589,6 +588,7 @@ def a_small(name: str, **fields) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_sample_of_classes_is_as_the_table_says():
     packaged = FamilyTable.packaged()
     if packaged.transformers != transformers.__version__:
@@ -692,7 +692,8 @@ FAST_ON_REAL_ROWS = {"tau_airline": "gpt_oss", "tot_game24_bfs": "gemma2", "code
 """Sinks and experts, windows and soft-caps, recurrent layers."""
 
 
-@pytest.mark.parametrize("source", some(SOURCES, 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
 def test_real_trajectories_are_exact_in_float64_whole_and_in_parts(source, load):
     rows = load(source)
     tree = tt.build_tree(rows)
@@ -709,6 +710,7 @@ def test_real_trajectories_are_exact_in_float64_whole_and_in_parts(source, load)
             assert linear.relative_error(found[1], gradient) <= DOUBLE
 
 
+@pytest.mark.slow
 def test_a_window_that_is_left_out_would_be_seen_on_real_trajectories(load):
     # The same weights without the window have quite another gradient: the errors above are not small for want of use.
     model = models.make_model("gemma3_text", torch.float64, vocab_size=VOCABULARY)

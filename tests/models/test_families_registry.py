@@ -8,6 +8,7 @@ from treetrain.testing.contract import as_dtype
 from treetrain.testing.forests import VOCAB
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_one_model_in_every_dtype_and_nothing_in_it_is_neutral(name):
     model = make_model(name, torch.bfloat16)

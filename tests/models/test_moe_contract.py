@@ -54,6 +54,7 @@ def check_with_auxiliary_loss(family: str, cases, examples: int, *, engines, rec
     every_forest()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
@@ -61,14 +62,16 @@ def test_a_tree_equals_its_rows(family):
     check(family, [PPO], 2, engines=[planned("1 part", "none")])
 
 
-@pytest.mark.parametrize("family", ("qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))
 def test_a_tree_in_parts_equals_its_rows_with_the_auxiliary_loss_of_all_of_them(family):
     check_with_auxiliary_loss(family, [SFT], 2, engines=[planned(*plan) for plan in PLANS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", "glm4_moe", *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama4_text", "nemotron_h"))],
+    ["mixtral", "glm4_moe", "llama4_text", "nemotron_h"],
 )
 def test_recorded_experts_are_used_again_in_a_tree_as_in_its_rows(family):
     check(family, [SFT], 2, engines=[planned("1 part", "none"), planned("chunks of 2", "mixed")], recorded=True)

@@ -93,6 +93,7 @@ DROPOUTS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_dropout_in_training_mode_is_refused_and_fine_in_eval_mode(name):
     prefix, changes = DROPOUTS[name]
@@ -159,6 +160,7 @@ class HeadCalledTwice(transformers.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model_class", "says"),
     [
@@ -206,12 +208,14 @@ class InPlace(transformers.GraniteForCausalLM):
             handle.remove()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_class", [ScaledTheOtherWay, CutToHalf, CappedToo, InPlace])
 def test_logits_that_are_not_changed_as_the_configuration_says_are_refused_before_any_gradient(model_class):
     config = transformers.GraniteConfig(**(BASE | {"logits_scaling": 4.0}))
     check_refused_at_the_first_call(build(model_class, config), "what its head gives, over 4.0")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("field", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
 def test_a_scale_of_the_logits_that_the_model_does_not_apply_is_refused_before_any_gradient(field):
     check_refused_at_the_first_call(small("Llama", {field: 4.0}), "what its head gives")
@@ -301,6 +305,7 @@ def test_a_static_rotary_scaling_is_accepted():
     torch.testing.assert_close(tt.logprobs(model, [row, [1, 2, 6]])[0], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["wrapped", "in place", "a layer"])
 def test_a_compiled_model_is_refused_by_that_name_with_what_to_do(where):
     model = make_model("qwen3")

@@ -42,6 +42,7 @@ class Telepathy(nn.Module):
         return hidden_states.cumsum(1), None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "qwen3_5_text"])
 def test_a_layer_that_mixes_tokens_without_attention_is_counted(name):
     model = make_model(name)

@@ -98,6 +98,7 @@ def test_siblings_in_another_order_are_the_same_parts_and_cost_the_same(rows, ch
         assert (np.diff(of_parent) <= 0).all()
 
 
+@pytest.mark.slow
 @given(trajectories(max_rows=12), st.integers(2, 4), st.integers(3, 30))
 @settings(max_examples=40, deadline=None)
 def test_aligned_ranks_are_never_slower_than_with_plans_of_their_own(rows, ranks, budget):

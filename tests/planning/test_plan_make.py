@@ -45,6 +45,7 @@ def test_a_budget_in_tokens_is_the_partition_at_that_budget():
         assert plan.peak_tokens <= 100
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.floats(0.01, 1.2))
 @settings(max_examples=40, deadline=None)
 def test_a_budget_in_bytes_is_held_and_nearly_used(seed, share):

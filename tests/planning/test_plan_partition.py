@@ -235,6 +235,7 @@ def test_less_than_a_token_is_refused(given):
         partition(layout_of([[1, 2]]), seconds=LinearPrices().seconds, **given)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("forks", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [None, 0.2, 0.08, 0.01])
 def test_many_nested_forks_are_planned_in_seconds(share, forks):

@@ -78,6 +78,7 @@ def test_events_run_every_part_once_depth_first_and_publish_before_anything_read
     )
 
 
+@pytest.mark.slow
 @given(forests(max_rows=4, max_length=5), st.integers(1, 9))
 @RUNS
 def test_no_plan_of_one_token_parts_recomputes_less_than_the_least_and_one_does_exactly(rows, budget):

@@ -22,10 +22,13 @@ TOP_OF_SDIST = {
     "PKG-INFO", ".gitignore",
 }  # fmt: skip
 STRAYS = ("src/treetrain/__pycache__/x.cpython-311.pyc", "runs/secret.jsonl", "notes.txt", ".venv/bin/python")
-needs_build = pytest.mark.skipif(
-    importlib.util.find_spec("build") is None or importlib.util.find_spec("hatchling") is None,
-    reason="the packages build and hatchling are not installed (extra dev)",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("build") is None or importlib.util.find_spec("hatchling") is None,
+        reason="the packages build and hatchling are not installed (extra dev)",
+    ),
+]
 
 
 def copy_of_the_sources(folder: Path, *, modified: int, mask: int) -> Path:
@@ -60,13 +63,11 @@ def builds(tmp_path_factory) -> list[tuple[Path, Path]]:
     return [build(copy_of_the_sources(folder / name, modified=age, mask=mask)) for name, age, mask in copies]
 
 
-@needs_build
 def test_two_builds_of_the_same_sources_are_equal_bit_for_bit(builds):
     for one, other in zip(*builds):
         assert one.name == other.name and one.read_bytes() == other.read_bytes()
 
 
-@needs_build
 def test_the_wheel_holds_the_package_and_its_metadata_alone(builds):
     _, wheel = builds[0]
     info = f"treetrain-{tt.__version__}.dist-info"
@@ -85,7 +86,6 @@ def test_the_wheel_holds_the_package_and_its_metadata_alone(builds):
     assert "License-Expression: Apache-2.0" in metadata and "Requires-Python: >=3.11" in metadata
 
 
-@needs_build
 def test_the_sdist_holds_the_sources_tests_and_docs_and_no_strays(builds):
     sdist, _ = builds[0]
     with tarfile.open(sdist) as archive:
@@ -96,8 +96,6 @@ def test_the_sdist_holds_the_sources_tests_and_docs_and_no_strays(builds):
     assert sdist.stat().st_size < 4 * 2**20
 
 
-@needs_build
-@pytest.mark.slow
 def test_the_wheel_alone_runs_the_commands_in_an_empty_environment(builds, tmp_path):
     """The environment has treetrain from the wheel only; packages it depends on are read from this environment."""
     pytest.importorskip("torch")

@@ -193,6 +193,7 @@ def test_the_engine_runs_data_and_context_parallel_together_and_tensor_parallel_
     assert all(split.in_engine for split in runs) and not any(split.in_engine for split in refused)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_are_simulated_and_idle_ones_counted():
     found = one(Split(1024, shards=8))
     assert found.idle_ranks >= 960 and math.isfinite(found.step_seconds)

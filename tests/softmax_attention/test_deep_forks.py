@@ -23,7 +23,6 @@ from schedules import (
     straight,
 )
 
-from support.fewer import some
 from treetrain.softmax_attention import schedule as schedule_module
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
@@ -64,6 +63,7 @@ def parents(forest: Forest) -> np.ndarray:
     return parent
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tile", [1, 3, 8])
 @pytest.mark.parametrize(("block_path", "tile_path"), [(0, 0), (5, 0), (30, 8), (512, 1024)])
 def test_every_visible_pair_of_a_comb_is_in_exactly_one_call(small_bounds, tile, block_path, tile_path):
@@ -130,6 +130,7 @@ def blocks_of(forest: Forest) -> ForkBlocks:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bound", [3, 12, 100])
 def test_blocks_are_the_longest_that_fill_their_tiles_with_paths_below_the_bound(monkeypatch, bound):
     monkeypatch.setattr(schedule_module, "MAX_BLOCK_PATH", bound)
@@ -191,6 +192,7 @@ def outputs(forest: Forest, dtype: torch.dtype, call_pairs: float) -> list[float
     return errors_of_each(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 def test_random_combs_equal_the_reference(small_bounds, dtype, tolerance):
     small_bounds(4, 20, 8)
@@ -203,27 +205,24 @@ def test_random_combs_equal_the_reference(small_bounds, dtype, tolerance):
     every_comb()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "forest",
-    some(
-        [
-            forest_from_parents(np.array(random_comb(np.random.default_rng(4), 1200, 0.1, 20))),
-            regular_comb(1400, 1, 1),
-            regular_comb(1500, 10, 5),
-        ],
-        3,
-    ),
+    [
+        forest_from_parents(np.array(random_comb(np.random.default_rng(4), 1200, 0.1, 20))),
+        regular_comb(1400, 1, 1),
+        regular_comb(1500, 10, 5),
+    ],
     ids=["random", "of single tokens", "of segments"],
 )
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 def test_a_comb_deeper_than_any_tile_equals_the_reference(forest, dtype, tolerance):
     assert blocks_in(forest, make_schedule(forest, call_pairs=8e3))
     assert max(outputs(forest, dtype, 8e3)) <= tolerance
 
 
-@pytest.mark.parametrize("call_pairs", [2e3, *(pytest.param(pairs, marks=pytest.mark.slow) for pairs in (0.0, 1e5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("call_pairs", [2e3, 0.0, 1e5])
 def test_a_hundred_thousand_nested_forks_take_seconds_to_schedule_and_few_calls(call_pairs):
     forest = regular_comb(100_001, 1, 1)
     started = time.process_time()
@@ -234,6 +233,7 @@ def test_a_hundred_thousand_nested_forks_take_seconds_to_schedule_and_few_calls(
     assert call_pairs == 0.0 or calls(schedule) <= 300
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("forest", "most"),
     [

@@ -62,6 +62,7 @@ def scattered(plan: Plan, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).permutation(int(plan.exported.sum()) + 5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
 @pytest.mark.parametrize("rows_of", [consecutive, scattered])
 def test_parts_equal_the_whole_tree(rows_of, dtype, tolerance, record_property):
@@ -117,6 +118,7 @@ def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(heads_and_
         assert max(errors(plan, tensors, rows_of(plan))) <= 1e-12
 
 
+@pytest.mark.slow
 def test_bfloat16_parts_err_no_more_than_the_whole_in_bfloat16():
     parts: list[list[float]] = []
     at_once: list[list[float]] = []

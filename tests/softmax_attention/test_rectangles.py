@@ -51,6 +51,7 @@ def check(forest: Forest, tensors, tolerance: float, call_pairs: float | None = 
     return max(errors)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 def test_random_forests_equal_the_reference(dtype, tolerance, record_property):
     worst = [0.0]
@@ -67,14 +68,17 @@ def test_random_forests_equal_the_reference(dtype, tolerance, record_property):
     record_property("errors", worst[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tile", "path"),
     [
         *((2, 0), (16, 8), (64, 512)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((2, 8), (2, 512), (16, 0), (16, 512), (64, 0), (64, 8))
-        ),
+        (2, 8),
+        (2, 512),
+        (16, 0),
+        (16, 512),
+        (64, 0),
+        (64, 8),
     ],
 )
 def test_bushy_forests_equal_the_reference_for_any_tile(monkeypatch, tile, path):
@@ -86,6 +90,7 @@ def test_bushy_forests_equal_the_reference_for_any_tile(monkeypatch, tile, path)
         check(forest, inputs(len(forest.ends)), 1e-12, call_pairs)
 
 
+@pytest.mark.slow
 def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(record_property):
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
@@ -127,6 +132,7 @@ def by_plain_bfloat16(forest: Forest, tensors, scale: float) -> list[torch.Tenso
 SIZES, RATIOS = (8, 24, 64, 80, 128), (1, 2, 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "ratio"),
     [

@@ -77,6 +77,7 @@ def test_dear_calls_make_few_of_them():
     assert dear <= 2 and dear <= usual < cheap
 
 
+@pytest.mark.slow
 def test_no_batch_is_larger_than_its_bound(monkeypatch):
     monkeypatch.setattr(schedule_module, "MAX_BATCH_SCORES", 20_000)
     rng = np.random.default_rng(2)
@@ -111,6 +112,7 @@ def test_the_nested_forks_are_what_they_should_be():
         check(small, make_schedule(small, call_pairs=call_pairs))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call_pairs", [0.0, 2e3, 1e9])
 def test_twenty_thousand_nested_forks_are_scheduled_in_seconds_without_recursion(call_pairs):
     forest = nested_forks(20_000)

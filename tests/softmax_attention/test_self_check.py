@@ -148,6 +148,7 @@ ROWS = [TRUNK + BRANCHES[0], TRUNK + BRANCHES[1], TRUNK + BRANCHES[2], BRANCHES[
 HOWS = ("does not compile", "nan", "output", "gradient of keys")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOWS)
 def test_the_next_backend_takes_the_place_of_a_broken_one_and_the_result_is_right(how, monkeypatch):
     model = make_model("gpt2", dtype=torch.float64)

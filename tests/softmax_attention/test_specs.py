@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from parts_by_hand import PartsByHand, Tensors
 from schedules import errors_of_each
 
-from support.fewer import some
 from support.plans import KEEPS, attention_forest, one_segment_per_part, uniform
 from treetrain.softmax_attention import rectangles
 from treetrain.softmax_attention.attention import AttentionTree
@@ -79,6 +78,7 @@ def whole_errors(forest: Forest, tensors: Tensors, spec: AttentionSpec, call_pai
     return errors_of_each(got, expected)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
 def test_random_forests_equal_the_reference(name, dtype, tolerance):
@@ -95,6 +95,7 @@ def test_random_forests_equal_the_reference(name, dtype, tolerance):
     every_forest()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("visible_range", "rectangles"), [({"window": 600}, True), ({"window": 90}, False), ({"chunk": 700}, True)], ids=str
 )
@@ -164,6 +165,7 @@ def test_a_window_that_no_path_outgrows_runs_as_full_attention():
     assert list(attention._calls) == [FULL, AttentionRange(window=2)]
 
 
+@pytest.mark.slow
 def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
     forest = attention_forest(
         [list(range(37)) * 4, [1, 2, 3], *bushy_rows(np.random.default_rng(1), rows=30, segment=6, levels=4)]
@@ -175,6 +177,7 @@ def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
             assert max(whole_errors(forest, tensors, SPECS["cap"], call_pairs)) <= 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "value_size"), [(24, 16), (8, 24), (16, 1)])
 @pytest.mark.parametrize("groups", [4, 1])
 def test_head_sizes_may_differ(size, value_size, groups):
@@ -204,7 +207,8 @@ def parts_errors(plan, tensors: list[Tensors], specs: list[AttentionSpec], order
     return worst
 
 
-@pytest.mark.parametrize("name", some([name for name in SPECS if name != "full"], 3))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "full"])
 def test_parts_equal_the_whole_tree(name):
     parts = []
 
@@ -229,6 +233,7 @@ def test_parts_equal_the_whole_tree(name):
     assert max(parts) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window of 5", "chunks of 5", "cap in a window"])
 def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(name):
     spec = SPECS[name]

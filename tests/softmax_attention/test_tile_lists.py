@@ -90,6 +90,7 @@ def check(forest, path: int, visible_range: AttentionRange, tile: int) -> None:
     assert pairs(visits) == ((full | part).sum(), full.sum())
 
 
+@pytest.mark.slow
 @runs(150)
 @given(forests(max_rows=12, max_length=30), RANGES, st.sampled_from([1, 2, 4, 16]), st.integers(0, 40))
 def test_every_visible_pair_of_tiles_is_listed_and_no_pair_is_without_mask_that_needs_one(
@@ -109,6 +110,7 @@ def test_tiles_of_the_size_that_kernels_use(trunk, path):
         check(attention_forest(rows), path, visible_range, 128)
 
 
+@pytest.mark.slow
 def test_lists_grow_with_what_is_visible_and_not_with_the_square_of_the_tokens():
     leaves = star(4000, 128)  # half a million tokens, every one of which sees 129 at most
     visits = make_tile_lists(keys_of(leaves.ends, leaves.positions))

@@ -102,6 +102,7 @@ def check(forest, tensors: Tensors, spec: AttentionSpec = PLAIN_ATTENTION, toler
     assert max(errors) <= tolerance, errors
 
 
+@pytest.mark.slow
 @runs(150)
 @given(forests(max_rows=12, max_length=30), st.integers(0, 9), st.integers(1, 9))
 def test_calls_cover_every_visible_pair_once(rows, idle, block):
@@ -124,6 +125,7 @@ def test_calls_cover_every_visible_pair_once(rows, idle, block):
     assert (seen == visible(torch.from_numpy(forest.ends)).numpy()).all()
 
 
+@pytest.mark.slow
 def test_a_call_holds_everything_of_a_light_depth_that_is_of_similar_length():
     def calls(forest):
         return len(varlen_calls(pieces_of(forest)))
@@ -140,6 +142,7 @@ def test_a_call_holds_everything_of_a_light_depth_that_is_of_similar_length():
     assert calls(attention_forest(rows)) == 3, "the long chain has a call of its own"
 
 
+@pytest.mark.slow
 @runs(40)
 @given(forests(max_rows=12, max_length=40), st.integers(0, 99), st.booleans())
 def test_random_forests_equal_the_reference(rows, seed, sinks):

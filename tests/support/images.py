@@ -124,15 +124,15 @@ def pixtral() -> Any:
 
 
 CONFIGURATIONS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Qwen3.5 MoE": (qwen3_5_moe, "Qwen3_5MoeForConditionalGeneration"),
+    "LLaVA": (llava, "LlavaForConditionalGeneration"),
     "Qwen2.5-VL": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration"),
     "Qwen3-VL": (qwen3_vl, "Qwen3VLForConditionalGeneration"),
     "Qwen2-VL": (qwen2_vl, "Qwen2VLForConditionalGeneration"),
     "Qwen3.5": (qwen3_5, "Qwen3_5ForConditionalGeneration"),
-    "Qwen3.5 MoE": (qwen3_5_moe, "Qwen3_5MoeForConditionalGeneration"),
     "Qwen3-VL MoE": (qwen3_vl_moe, "Qwen3VLMoeForConditionalGeneration"),
     "Mistral 3": (mistral3, "Mistral3ForConditionalGeneration"),
     "InternVL": (internvl, "InternVLForConditionalGeneration"),
-    "LLaVA": (llava, "LlavaForConditionalGeneration"),
     "Pixtral": (pixtral, "LlavaForConditionalGeneration"),
 }
 LINES = {"Mistral 3": PATCH * MERGE, "Pixtral": PATCH}

@@ -4,6 +4,7 @@ The processes are forked from one that has imported torch and transformers, so t
 """
 
 import datetime
+import gc
 import multiprocessing
 import os
 import socket
@@ -19,7 +20,7 @@ SIZE = 4
 TIMEOUT = 60.0
 """Seconds that a function may take; a collective gives up somewhat earlier."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "rank_steps", "safe_runs", "peft"])
+_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "rank_steps", "trainer_runs", "safe_runs", "peft", "pytest"])
 
 
 def start(target: Callable[..., None], *args: Any) -> Any:
@@ -119,6 +120,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     from support import counts
 
     torch.set_num_threads(1)
+    gc.freeze()  # as in tests/conftest.py
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     timeout = datetime.timedelta(seconds=TIMEOUT * 0.75)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)

@@ -101,6 +101,7 @@ def test_all_files_of_trl_are_known():
     assert {path.stem for path in FILES.glob("*.yaml")} == {*OF_TRL}
 
 
+@pytest.mark.slow
 def test_single_gpu_trains_the_same(tmp_path):
     assert_same(both(None, FILES / "single_gpu.yaml", str(tmp_path)), "NO", sharded=False)
 

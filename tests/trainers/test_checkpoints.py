@@ -25,7 +25,6 @@ from safe_runs import (
 )
 from transformers import Trainer, TrainerCallback
 
-from support.fewer import some
 from treetrain.trainers import checkpoints
 from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin, TornCheckpoint
 from treetrain.trainers.run_folder import FolderRefused
@@ -76,6 +75,7 @@ def damage(file: Path, kind: str) -> None:
 # ---- Resuming
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [4, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 7))])
 def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(step: int, undisturbed, tmp_path, capfd) -> None:
     # Steps 5 and 10 end epochs; 1, 4 and 7 are within one, and within the three steps between two logs.
@@ -111,7 +111,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(["evaluation", "cosine", "workers", "best"], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["evaluation", "cosine", "workers", "best"])
 def test_the_same_holds_for_other_settings(name: str, tmp_path) -> None:
     settings = SETTINGS[name]
     whole = make_trainer(tmp_path / "whole", **settings)
@@ -122,6 +123,7 @@ def test_the_same_holds_for_other_settings(name: str, tmp_path) -> None:
     assert differences(found, expected) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_at_the_end_of_an_epoch_has_the_evaluation_that_follows_it(tmp_path) -> None:
     settings = SETTINGS["evaluation"] | {"save_strategy": "steps", "save_steps": 5, "save_total_limit": None}
     whole = make_trainer(tmp_path / "out", **settings)
@@ -132,6 +134,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_has_the_evaluation_that_follows_it(
         assert differences(found, outcome(whole)) == []
 
 
+@pytest.mark.slow
 def test_what_transformers_itself_forgets_is_what_the_test_above_sees(tmp_path) -> None:
     # The comparison can fail: plain transformers loses the averages and the loss since the last log.
     make_trainer(tmp_path / "whole", kind=Trainer, save_steps=4).train()
@@ -145,6 +148,7 @@ def test_what_transformers_itself_forgets_is_what_the_test_above_sees(tmp_path) 
     assert not any("/weights/" in each for each in found)
 
 
+@pytest.mark.slow
 def test_true_begins_at_step_0_where_there_is_no_checkpoint_and_says_so(undisturbed, tmp_path) -> None:
     with pytest.warns(RuntimeWarning, match="no checkpoint in .*out yet: the run begins at step 0"):
         assert differences(resume(tmp_path / "out"), undisturbed) == []
@@ -155,6 +159,7 @@ def test_a_run_that_is_complete_is_resumed_to_nothing(tmp_path) -> None:
     assert resume(tmp_path / "out", max_steps=2)["progress"][0] == 2
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_is_the_last_one_written_not_the_one_with_the_highest_number(copied) -> None:
     trainer = make_trainer(copied, max_steps=2)  # another run in the same folder
     trainer.overwrite_output_dir = True
@@ -287,6 +292,7 @@ def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_checkpoint(co
     assert found == {"checkpoint-12", "checkpoint-13"}
 
 
+@pytest.mark.slow
 @every_or_some
 def test_a_save_over_a_checkpoint_of_the_same_step_survives_a_kill_before_any_file_operation(
     copied, every, tmp_path
@@ -358,6 +364,7 @@ def test_a_full_disk_is_an_error_that_names_the_last_good_checkpoint(size: int, 
     check_full_disk(tmp_path / "out", Room(size), undisturbed)
 
 
+@pytest.mark.slow
 def test_a_real_full_disk_is_the_same(undisturbed, tmp_path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -181,7 +181,8 @@ def check_other_ranks(before: dict, after: dict, fixed: dict, tmp_path: Path) ->
     close(again.outcome["averages"], whole.outcome["averages"])
 
 
-@pytest.mark.parametrize("form", ["ddp", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ddp", "sharded"])
 def test_where_one_rank_cannot_write_all_of_them_fail_and_name_the_last_good_checkpoint(form, tmp_path) -> None:
     run = Run(tmp_path / "out", resume=None, full_at=(1, 3), **FORMS[form])
     assert run.wait() == [1, 1]

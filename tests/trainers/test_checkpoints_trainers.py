@@ -53,6 +53,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
 
 
+@pytest.mark.slow
 def test_an_adapter_resumes_bit_for_bit_and_its_checkpoint_holds_no_base_model(tmp_path) -> None:
     peft = pytest.importorskip("peft")
 
@@ -84,7 +85,8 @@ def test_trl_sft_resumes_bit_for_bit_with_its_metrics(tmp_path) -> None:
     check_resume(make, tmp_path)
 
 
-@pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [1, 3])
 def test_trl_with_shared_prefixes_logs_the_same_after_a_resume(stop: int, tmp_path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from treetrain.trainers.share_prefixes import share_prefixes
@@ -130,9 +132,8 @@ def test_a_model_card_that_cannot_be_written_is_left_out_of_a_checkpoint(tmp_pat
         trainer.create_model_card()
 
 
-@pytest.mark.parametrize(
-    "cycle", [{"num_iterations": 2}, pytest.param({"steps_per_generation": 4}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cycle", [{"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)
 def test_trl_grpo_resumes_bit_for_bit_between_a_generation_and_its_last_update(cycle: dict, tmp_path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     kind = type("SafeGRPO", (SafeCheckpointsMixin, trl.GRPOTrainer), {})
@@ -155,12 +156,14 @@ def test_trl_grpo_resumes_bit_for_bit_between_a_generation_and_its_last_update(c
     check_resume(make, tmp_path)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 6])
 def test_a_tree_trainer_resumes_bit_for_bit_between_the_updates_of_a_batch(step: int, tmp_path) -> None:
     # Four updates of a batch share the old and reference log-probabilities that were computed before the first one.
     check_resume(lambda folder, callbacks: make_tree_trainer(folder, callbacks=callbacks), tmp_path, step)
 
 
+@pytest.mark.slow
 def test_a_tree_trainer_is_not_resumed_on_steps_of_another_size(tmp_path) -> None:
     make_tree_trainer(tmp_path / "out", max_steps=2).train()
     with pytest.raises(ValueError, match=r"tokens_per_step=120, .* now takes .*tokens_per_step=240"):

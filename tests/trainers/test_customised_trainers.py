@@ -405,11 +405,13 @@ def compare(name: str, folder: Any, patch: Any, *, form: str = "call", **setting
     assert_same(shared, plain)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAST)
 def test_a_customised_trainer_learns_the_same(name, tmp_path, monkeypatch):
     compare(name, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step: loss.backward"])
 def test_the_mixin_does_what_the_call_does(name, tmp_path, monkeypatch):
     compare(name, tmp_path, monkeypatch, form="mixin")
@@ -504,6 +506,7 @@ def test_losses_that_get_no_backward_keep_no_graphs(tmp_path, monkeypatch):
     assert all(p.grad is not None for p in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_methods_that_are_set_on_the_object_are_run_too(tmp_path):
     """They go past those that `share_prefixes` puts around the class's."""
 

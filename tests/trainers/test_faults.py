@@ -175,6 +175,7 @@ def check_fault(fault: str, seed: int, folder: Path, expected: dict[str, Any]) -
         assert differences(found, expected) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", ["full", "torn", "nan"])
 def test_a_fault_loses_nothing_and_touches_nothing_foreign(fault: str, undisturbed, tmp_path) -> None:
     check_fault(fault, 1, tmp_path / "out", undisturbed)

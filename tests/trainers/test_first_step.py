@@ -87,6 +87,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
     monkeypatch.setattr(Scored, "backward", spoiled)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*KINDS, "layers.0."])
 @pytest.mark.parametrize("factor", [0.9, 0.0])
 def test_a_wrong_gradient_of_any_kind_of_parameter_stops_the_first_step(name, factor, tmp_path, monkeypatch):
@@ -171,6 +172,7 @@ def adalora(model: Any) -> nn.Module:
     return get_peft_model(model, config)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [own_loss, ignores_num_items, z_loss, adalora], ids=lambda f: f.__name__)
 def test_a_model_with_another_loss_than_the_cross_entropy_stops_the_first_step(change, tmp_path):
     batch = {**batch_of(IDS), "num_items_in_batch": torch.tensor(40)}
@@ -191,6 +193,7 @@ def test_adalora_stops_a_plain_trainer_in_its_first_step(tmp_path):
         tt.share_prefixes(trainer).train()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["plain", "experts with auxiliary loss", "bfloat16", "own function, same loss"])
 def test_what_is_exact_passes(kind, tmp_path):
     model = runs.model()
@@ -277,7 +280,8 @@ def test_a_tree_that_is_wrong_is_said_to_be(how, tmp_path, monkeypatch):
         check(runs.model(), tmp_path, batch_of(IDS), how=how)
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "plain"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["reward", "plain", "sft", "dpo"])
 def test_rows_by_themselves_are_those_of_every_trainer(name, tmp_path):
     settings_ = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False, "max_steps": 1}
     trainer = tt.share_prefixes(runs.BUILDERS[name](settings_, torch.float32, tmp_path), check="rows")
@@ -368,12 +372,10 @@ MEMORY: dict[str, dict[str, Any]] = {
     "long rows, checkpointing, budget": {"length": 120, "budget": 60, "gradient_checkpointing": True},
     "long rows, TRL, budget": {"length": 120, "budget": 60, "trl": True, "vocabulary": 4096, "hidden": 512},
 }
-FAST = ("few tokens, bfloat16",)
 
 
-@pytest.mark.parametrize(
-    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in MEMORY if case not in FAST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEMORY)
 def test_the_first_step_needs_no_more_memory_with_its_check(case, tmp_path, monkeypatch):
     wanted = {"length": 8, **MEMORY[case]}
     length, budget, lora = wanted.pop("length"), wanted.pop("budget", None), wanted.pop("lora", False)

@@ -10,6 +10,7 @@ from trainer_runs import BUILDERS, train
 import treetrain as tt
 
 
+@pytest.mark.slow
 def test_a_line_says_what_the_first_steps_gained(tmp_path, capsys):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="share_prefixes")
@@ -25,6 +26,7 @@ def shuffled(settings, dtype, folder):
     return trainer
 
 
+@pytest.mark.slow
 def test_rows_that_were_shuffled_apart_are_told_of_group_batches(tmp_path):
     few = {"per_device_train_batch_size": 4, "seed": 1}
     with pytest.warns(

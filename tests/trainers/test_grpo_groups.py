@@ -31,7 +31,8 @@ def scored_rows(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("case", ["grpo", "grpo reused", pytest.param("rloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["grpo", "grpo reused", "rloo"])
 def test_groups_torn_over_micro_batches_are_one_tree_and_give_the_trainers_own_numbers(case, tmp_path, monkeypatch):
     name, settings = case.split()[0], SETTINGS[case]
     seen = scored_rows(monkeypatch)

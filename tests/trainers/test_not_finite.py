@@ -39,6 +39,7 @@ class Watch(TrainerCallback):
         self.seen.append((flat, lr_scheduler.get_last_lr()[0]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("value", "max_grad_norm"), [(math.nan, 1.0), (math.inf, 0.0)])
 def test_a_step_without_a_finite_gradient_is_skipped_and_counted(value, max_grad_norm, tmp_path, caplog) -> None:
     watch = Watch()
@@ -62,6 +63,7 @@ def test_plain_transformers_steps_with_nan_so_the_tests_here_can_fail(tmp_path) 
     assert any(bool(each.isnan().any()) for each in weights(trainer))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_skipped_step_resumes_bit_for_bit(tmp_path) -> None:
     kind = poisons(SafeTrainer, (3, 5))
     whole = make_trainer(tmp_path / "whole", kind=kind, max_steps=8)
@@ -76,6 +78,7 @@ def test_a_run_with_a_skipped_step_resumes_bit_for_bit(tmp_path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_after_too_many_in_a_row_the_run_stops_with_a_checkpoint_and_every_resume_gets_further(tmp_path) -> None:
     folder, kind = tmp_path / "out", poisons(SafeTrainer, tuple(range(3, 11)))
     stops = []
@@ -117,6 +120,7 @@ class Breaks(TrainerCallback):
                 next(iter(model.parameters())).view(-1)[0] = math.inf
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
 def test_weights_that_are_not_finite_are_never_saved_nor_the_end_of_a_run(step: int, tmp_path) -> None:
     # 2 and 4 are saved, 6 is the last step, 3 is seen by the gradient of the next one.
@@ -133,6 +137,7 @@ def test_weights_that_are_not_finite_are_never_saved_nor_the_end_of_a_run(step: 
     assert all(bool(each.isfinite().all()) for each in weights(again))
 
 
+@pytest.mark.slow
 def test_a_tree_trainer_skips_too_and_logs_the_mean_of_the_other_steps(tmp_path) -> None:
     trainer = make_tree_trainer(tmp_path / "out", kind_of=lambda kind: poisons(kind, (5,)), max_steps=7)
     trainer.train()

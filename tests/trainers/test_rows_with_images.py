@@ -188,6 +188,7 @@ def settings(folder: Any, **more: Any) -> dict[str, Any]:
     return {"output_dir": str(folder), "use_cpu": True, "report_to": [], "per_device_train_batch_size": 8} | more
 
 
+@pytest.mark.slow
 def test_a_step_encodes_each_distinct_image_once(tmp_path):
     patches: list[int] = []
     trainer = tt.share_prefixes(plain("Qwen3-VL", settings(tmp_path), torch.float32, False), check=False)
@@ -213,6 +214,7 @@ def test_token_logprobs_of_a_batch_with_images_are_the_plain_models(tmp_path):
         torch.testing.assert_close(tt.token_logprobs(trainer.model, batch), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_tree_trainer_trains_rows_with_images_as_row_by_row(tmp_path):
     made = []
     for execution in ("tree", "linear"):

@@ -94,6 +94,7 @@ def test_runs_of_other_rows_have_no_speed_up(tmp_path):
     assert "speed-up" not in page.text.lower()
 
 
+@pytest.mark.slow
 def test_losses_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path):
     more = {"loss": math.nan, "<script>": 1.0, "reward": math.inf}
     page = write_page(write_state(tmp_path / "a", **more), write_state(tmp_path / "b"), tmp_path / "page").read_text()
@@ -116,6 +117,7 @@ def test_a_folder_without_logs_is_refused(tmp_path):
         write_page(tmp_path, tmp_path, tmp_path / "page.html")
 
 
+@pytest.mark.slow
 def test_figures_take_their_colours_and_letters_from_the_page(tmp_path):
     runs = write_state(tmp_path / "a", steps=100), write_state(tmp_path / "b", linear=True, steps=100)
     text = write_page(*runs, tmp_path / "page.html").read_text()

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain experts": ("plain", {"moe": True, **ACCUMULATION}),
     "plain whole rows": ("plain", {"whole": True}),
 }
-SLOW = sorted(set(CASES) - set(BUILDERS) - {"sft padding-free", "dpo lora", "plain packed"})
+SLOW = sorted(set(CASES) - set(BUILDERS))
 
 
 def both(case: str, folder: Path, dtype: torch.dtype, steps: int) -> dict[str, float]:

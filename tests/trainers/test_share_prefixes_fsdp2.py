@@ -122,11 +122,13 @@ def check(processes: Processes, case: str, folder: Any, steps: int, size: int = 
     return {name: max(rank[name] for rank in ranks) for name in ("metrics", "weights", "updates")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["sft", "grpo lora within a budget"])
 def test_two_processes_train_the_same_with_shared_prefixes(two, tmp_path, case):
     check(two, case, tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_a_process_may_have_nothing_to_predict(two, tmp_path):
     check(two, "plain, one rank without labels", tmp_path, 2)
 
@@ -276,7 +278,8 @@ def mutated(group: Any, mutate: Any, folder: str) -> dict[str, Any]:
     "mutate",
     [
         leave_a_rank_out,
-        *(pytest.param(m, marks=pytest.mark.slow) for m in (drop_gradients_of_a_part, reduce_only_the_last_tree)),
+        drop_gradients_of_a_part,
+        reduce_only_the_last_tree,
     ],
 )
 def test_the_comparison_sees_gradients_that_get_lost(two, mutate, tmp_path):
@@ -474,6 +477,7 @@ def from_token_logprobs(plain: Any, model: Any, inputs: Any, outputs: bool, **kw
 HOOKED = {**TWO, "max_grad_norm": 0.0, "steps": 2, "train_sampling_strategy": "sequential"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "settings"),
     [

@@ -92,6 +92,7 @@ def averages(group: Any, folder: str) -> int:
     return len(calls)
 
 
+@pytest.mark.slow
 def test_gradients_are_averaged_once_in_a_step(two, tmp_path):
     assert two.run(averages, str(tmp_path), timeout=400) == [3, 3]
 

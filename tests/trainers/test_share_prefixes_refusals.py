@@ -189,7 +189,8 @@ def swap_two_rows(rows):
     return rows._replace(ids=ids, masks=masks)
 
 
-@pytest.mark.parametrize("mutation", [drop_a_row, shift_the_masks, swap_two_rows], ids=lambda f: f.__name__)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mutation", [swap_two_rows, drop_a_row, shift_the_masks], ids=lambda f: f.__name__)
 def test_the_comparison_of_trainers_sees_a_mutated_adapter(mutation, tmp_path, monkeypatch):
     name = "sft" if mutation is drop_a_row else "dpo"
     plain = train(BUILDERS[name], tmp_path, shared=False, steps=1)
@@ -204,6 +205,7 @@ def test_the_comparison_of_trainers_sees_a_mutated_adapter(mutation, tmp_path, m
     assert max(found.metrics, found.updates) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_a_tree_something_else_stops_the_first_step(tmp_path, monkeypatch):
     make_scores_wrong(monkeypatch)
     with pytest.raises(RuntimeError, match=r"differ by 1\.0e-02.*check=False"):
@@ -229,6 +231,7 @@ def test_the_rows_that_are_compared_are_those_that_share_most():
     assert sorted(rows_to_compare(ids, masks)) == [1, 3, 4]
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_step_share_as_one_batch_does(tmp_path):
     overlaps = []
     for settings_ in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}):
@@ -267,6 +270,7 @@ def test_a_call_that_is_not_understood_is_refused_while_training(tmp_path):
     trainer.compute_loss(trainer.model, batch)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_no_further_from_float32_than_without_shared_prefixes(tmp_path):
     exact = train(BUILDERS["dpo"], tmp_path, shared=False, steps=2)
     plain = train(BUILDERS["dpo"], tmp_path, shared=False, steps=2, bf16=True)

@@ -64,6 +64,7 @@ def plain(name: str, lora: bool, settings: dict[str, Any], dtype: torch.dtype, f
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_engine_is_exact_in_float64(name):
     model = multimodal(name, torch.float64).train()
@@ -76,13 +77,16 @@ def test_the_engine_is_exact_in_float64(name):
     assert report.passed, report.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "build, lora",
     [
         (sft, False),
         (plain, False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((dpo, False), (dpo, True), (grpo, True))),
+        (dpo, False),
+        (dpo, True),
+        (grpo, True),
     ],
 )
 def test_trainers_give_what_they_give_by_themselves(build, lora, name, tmp_path):
@@ -134,6 +138,7 @@ def test_a_dataset_with_images_is_refused_at_the_call(tmp_path):
         tt.share_prefixes(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_checkpoint_loads_and_trains_in_a_tree_trainer(name, tmp_path):
     saved = multimodal(name)

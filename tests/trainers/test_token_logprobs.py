@@ -261,6 +261,7 @@ def both(case: str, folder: Path, patch: Any, dtype: torch.dtype, steps: int) ->
         assert_same(shared, alone, dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", FAST)
 def test_a_loss_of_ones_own_learns_what_it_learns_from_logits(case, tmp_path, monkeypatch):
     both(case, tmp_path, monkeypatch, torch.float32, 2)
@@ -275,6 +276,7 @@ def test_it_is_the_same_after_twenty_steps(case, dtype, tmp_path, monkeypatch):
     both(case, tmp_path, monkeypatch, dtype, 20)
 
 
+@pytest.mark.slow
 def test_the_same_lines_run_without_shared_prefixes(tmp_path, monkeypatch):
     alone, logits = (run("plain", own, tmp_path, monkeypatch, shared=False) for own in (takes_logprobs, reads_logits))
     found = difference(alone, logits)
@@ -307,6 +309,7 @@ def test_a_loss_function_takes_the_outputs(tmp_path, monkeypatch):
     assert max(found.metrics, found.weights) <= 1e-5, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pop", [False, True], ids=["labels", "labels taken out"])
 def test_micro_batches_share_with_one_another(pop, tmp_path, monkeypatch):
     own = partial(takes_logprobs, pop=pop)
@@ -404,17 +407,16 @@ def on_ranks(group: Any, name: str, folder: str, steps: int, settings: dict[str,
     return {"worst": [max(each.metrics, each.weights) for each in apart], "updates": [each.updates for each in apart]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, settings",
     [
-        pytest.param(  # a rank without labels
-            "plain", {"masked": True, "train_sampling_strategy": "sequential"}, marks=pytest.mark.slow
-        ),
-        pytest.param("plain", {"lora": True, "budget": 40, "ddp_find_unused_parameters": True}, marks=pytest.mark.slow),
-        pytest.param("sft", {}, marks=pytest.mark.slow),
+        ("plain", {"masked": True, "train_sampling_strategy": "sequential"}),  # a rank without labels
+        ("plain", {"lora": True, "budget": 40, "ddp_find_unused_parameters": True}),
+        ("sft", {}),
         pytest.param("plain", {"sharded": True}, marks=needs_sharding_on_cpus),
-        pytest.param("plain", {"sharded": True, "lora": True, "budget": 40}, marks=pytest.mark.slow),
-        pytest.param("sft", {"sharded": True}, marks=pytest.mark.slow),
+        ("plain", {"sharded": True, "lora": True, "budget": 40}),
+        ("sft", {"sharded": True}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else " ".join(value),
 )

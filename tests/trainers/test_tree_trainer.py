@@ -59,6 +59,7 @@ def trained(name: str, dtype: torch.dtype, **more):
     return run(small_model(dtype), rows, options=options, max_steps=20, **evaluation, **settings, **more)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name == "sft" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
@@ -112,6 +113,7 @@ def check_against_plain(trainer, model, found) -> None:
     assert max(error(mine[name], theirs[name]) for name in mine) < 1e-10
 
 
+@pytest.mark.slow
 def test_sft_is_that_of_a_plain_loop_over_rows() -> None:
     rows = branching_rows()
 
@@ -123,6 +125,7 @@ def test_sft_is_that_of_a_plain_loop_over_rows() -> None:
     check_against_plain(run(small_model(torch.float64), rows, max_steps=7), model, found)
 
 
+@pytest.mark.slow
 def test_grpo_with_a_reference_is_that_of_a_plain_loop_over_rows() -> None:
     rows, first = branching_rows(), small_model(torch.float64)
     old, batch = {}, [-1]
@@ -153,6 +156,7 @@ def test_grpo_with_a_reference_is_that_of_a_plain_loop_over_rows() -> None:
     assert {step["clip_fraction"] for step in steps(trainer)} != {0.0}
 
 
+@pytest.mark.slow
 def test_dpo_is_that_of_a_plain_loop_over_rows() -> None:
     rows, first = preference_rows(), small_model(torch.float64)
 
@@ -179,6 +183,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
     assert abs(found[0]) < 1e-6 < abs(found[3])
 
 
+@pytest.mark.slow
 def test_calls_of_a_step_add_up_to_the_step() -> None:
     whole, split = (
         run(
@@ -296,6 +301,7 @@ def test_a_loss_of_the_users_own_can_be_trained() -> None:
     assert error([s["loss"] for s in steps(own)], [s["loss"] for s in steps(sft)]) < 1e-12
 
 
+@pytest.mark.slow
 def test_bfloat16_is_autocast_that_ends_with_the_step() -> None:
     narrow, wide = (run(small_model(), branching_rows(), max_steps=3, bf16=bf16) for bf16 in (True, False))
     found = error(*([step["loss"] for step in steps(t)] for t in (narrow, wide)))
@@ -303,6 +309,7 @@ def test_bfloat16_is_autocast_that_ends_with_the_step() -> None:
     assert next(narrow.model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_middle_of_a_batch_bit_for_bit(tmp_path) -> None:
     settings = {"loss": "ppo", "updates_per_batch": 3, "num_train_epochs": 1, "logging_steps": 2}
     whole = run(small_model(), branching_rows(), folder=tmp_path / "whole", **settings)

@@ -53,6 +53,7 @@ def test_patch_releases_belong_to_the_tested_range_and_development_versions_do_n
     assert relied_on.is_tested("transformers") == tested
 
 
+@pytest.mark.slow
 def test_an_untested_trl_warns_once_and_trains_as_ever(tmp_path, installed):
     plain = train(BUILDERS["sft"], tmp_path / "plain", shared=False)
     installed("trl", "1.99.0")

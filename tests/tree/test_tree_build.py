@@ -121,6 +121,7 @@ def test_a_row_that_ends_inside_a_run_does_not_split_the_segment():
     assert tree.trajectory_last.tolist() == [1, 3, 2]
 
 
+@pytest.mark.slow
 def test_five_thousand_nested_forks_through_rows():
     rows = [np.append(np.zeros(k, np.int32), np.int32(7)) for k in range(5000)]
     tree = build_tree(rows)

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
     assert linear_work(tree, rows=distinct_rows(tree)) == brute_force_work(list(best.values()))[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(weighted_rows())
 def test_the_cheapest_rows_are_those_that_no_other_extends_and_train_every_token_as_often(rows):

@@ -54,6 +54,7 @@ def test_the_baselines_compute_what_the_plain_model_computes(model, rows, engine
     assert relative_error(gradients(model).values(), expected.values()) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5_deep", "bamba_deep"])
 def test_the_baselines_of_hybrids_compute_what_the_plain_model_computes(family, rows):
     model, loss = make_model(family, vocab_size=64), LOSSES["sft"]
@@ -107,6 +108,7 @@ def test_the_baselines_train_what_the_tree_trains_on_the_rows_that_no_other_row_
     assert given.linear_rows == 8 and given.ideal > report.ideal > 1
 
 
+@pytest.mark.slow
 def test_only_the_baselines_asked_for_run(model, rows, monkeypatch):
     ran: list[tuple[str, int]] = []
     original = LinearEngine.forward_backward

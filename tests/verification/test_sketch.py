@@ -74,6 +74,7 @@ def test_sketches_of_a_call_are_those_of_its_gradients_and_grad_and_hooks_are_le
 NAMES = [name for name, _ in make_model(tie_word_embeddings=False).named_parameters()]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name in NAMES if "layers.1" in name or "layers" not in name])
 def test_a_wrong_gradient_of_one_tensor_or_one_row_of_it_fails(name, monkeypatch):
     model, original = make_model(tie_word_embeddings=False), TreeEngine.forward_backward
@@ -93,6 +94,7 @@ def test_a_wrong_gradient_of_one_tensor_or_one_row_of_it_fails(name, monkeypatch
     assert verify(model, ROWS).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verify_holds_one_gradient_at_a_time_unless_it_compares_all(dtype):
     model = make_model("llama", dtype, hidden_size=128, intermediate_size=512, num_hidden_layers=2)

@@ -30,6 +30,7 @@ def rows() -> list[tt.Trajectory]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("loss", [None, tt.losses.ppo(entropy=0.01)], ids=["sft", "ppo"])
 def test_an_exact_model_passes_in_every_dtype(model, rows, loss, dtype):

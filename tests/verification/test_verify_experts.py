@@ -14,6 +14,7 @@ IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9
 ROWS = with_random_facts(IDS, 3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "recorded"), [("qwen3_moe", True), ("glm4_moe", False), ("gpt_oss", False)])
 def test_a_mixture_of_experts_passes(family, recorded):
     model = make_model(family, **moe.AUXILIARY)

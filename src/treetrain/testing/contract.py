@@ -322,37 +322,31 @@ def clear_of_bounds(rows: Sequence[tt.Trajectory], scores: Sequence[torch.Tensor
     return moved
 
 
-_BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_LIFTED = (torch.float64, torch.int64, torch.int32)
-_SOFTMAX = {torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
-_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
-_LOG_SOFTMAX = {torch.nn.functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax}
-
-
 class PureFloat64(TorchFunctionMode):
     """Turns every cast of a float64 (or integer) tensor to float32 into one to float64, in backward too."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func in _BACKWARDS:
-            return self._lifted_backward(func, args, kwargs)
+        kwargs = kwargs or {}
+        lift = _LIFTS.get(func)
+        return func(*args, **kwargs) if lift is None else lift(self, func, args, kwargs)
+
+    def _cast(self, func, args, kwargs):
         source = args[0] if args else None
-        if isinstance(source, torch.Tensor) and source.dtype in _LIFTED:
+        if isinstance(source, torch.Tensor) and source.dtype in (torch.float64, torch.int64, torch.int32):
             if func is torch.Tensor.float:
                 return source.double()
-            if func in (torch.Tensor.to, torch.Tensor.type):
-                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            if func in (_SOFTMAX | _LOG_SOFTMAX | {torch.Tensor.to}) and kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        if func in _PRODUCTS and {x.dtype for x in args if isinstance(x, torch.Tensor)} == {
-            torch.float32,
-            torch.float64,
-        }:
-            # Positions were lifted, but frequencies were loaded in float32. Unlike sums, products do not promote.
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+    def _product(self, func, args, kwargs):
+        # Positions were lifted, but frequencies were loaded in float32. Unlike sums, products do not promote.
+        if {x.dtype for x in args if isinstance(x, torch.Tensor)} == {torch.float32, torch.float64}:
             args = tuple(x.double() for x in args if isinstance(x, torch.Tensor))
         return func(*args, **kwargs)
 
-    def _lifted_backward(self, func, args, kwargs):
+    def _backward(self, func, args, kwargs):
         # A mode is off while it handles a function, but layers that are recomputed in backward need it on.
         engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -362,6 +356,18 @@ class PureFloat64(TorchFunctionMode):
 
         with mock.patch.object(torch.autograd, "_engine_run_backward", run):
             return func(*args, **kwargs)
+
+
+_CASTS = (
+    *(torch.Tensor.float, torch.Tensor.to, torch.Tensor.type),
+    *(torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax),
+    *(torch.nn.functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
+)
+_LIFTS = {
+    **dict.fromkeys(_CASTS, PureFloat64._cast),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), PureFloat64._product),
+    **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad), PureFloat64._backward),
+}
 
 
 class RoundsToFloat32(TorchDispatchMode):
