@@ -442,6 +442,7 @@ def in_batches(path, kind, codec, column, batches):
     return path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["file", "stream"])
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_batches_that_decompress_without_bound_are_refused_together(tmp_path, monkeypatch, kind, codec):

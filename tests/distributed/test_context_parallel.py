@@ -106,7 +106,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     ("family", "changes", "size"),

@@ -286,7 +286,6 @@ def left_alone(group: Any, parallel: str, killed: bool) -> str:
     return outcome
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_that_disagree_are_told_so_on_every_rank(run_on_ranks, parallel, case) -> None:

@@ -22,7 +22,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "rank 0, which the others meet at")])
 def test_a_rank_that_does_not_start_is_named_in_bounded_time(rank: int, missing: str, two_ranks) -> None:
     two_ranks.setenv("RANK", str(rank))

@@ -36,7 +36,7 @@ def expected(model, loss=pairs_loss) -> torch.Tensor:
         return linear.gradients(model, loss(linear.score_rows(model, IDS)[0]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 2, 7, 1000, np.int64(7), np.int32(7), "7", " 64 "])
 def test_tokens_bound_the_graphs_that_are_alive_at_once(model, budget):
     model.zero_grad()

@@ -196,7 +196,6 @@ def test_other_ways_to_train_are_exact(name, kind, runs):
             check(run(model, rows_of(name), **options), *expected)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 6])
 @pytest.mark.parametrize("run", [by_step, by_score])
 def test_the_encoder_runs_once_for_each_distinct_image_of_a_step(run, budget):
@@ -451,6 +450,7 @@ def test_images_that_the_model_cannot_read_are_refused_before_any_work(rows, mes
             call(rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family, left", [("Mistral 3", 2), ("InternVL", 3)])
 def test_images_with_other_features_than_tokens_are_refused_before_the_first_part(family, left, monkeypatch):
     whole, model = image(1, family=family), image_model(family)

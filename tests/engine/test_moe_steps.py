@@ -185,7 +185,6 @@ def test_every_row_through_a_token_counts():
     check(model, tt.TreeEngine(model).forward_backward(rows, LOSS).loss, expected)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["engine", "parts", "rows", "log-probabilities", "scores"])
 def test_recorded_experts_are_taken_by_whatever_way(kind):
     model = model_with(auxiliary=False)

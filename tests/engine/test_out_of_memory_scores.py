@@ -23,6 +23,7 @@ def clean(model):
         yield
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 12])
 @pytest.mark.parametrize("limit", [7, 3, 1])
 def test_scores_that_do_not_fit_are_made_in_smaller_parts(model, limit, budget):

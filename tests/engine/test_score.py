@@ -219,6 +219,7 @@ def test_a_head_with_an_adapter_gives_the_same_statistics(model):
     assert linear.relative_error(linear.gradients(adapted), truth) <= 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("graphs", WAYS)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):

@@ -278,7 +278,6 @@ def test_entry_t_is_the_value_after_token_t_and_the_loss_reads_the_one_before():
         torch.testing.assert_close(seen[str(number)], row.detach())
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("pad", [None, 8])
 @pytest.mark.parametrize("budget", [None, 3])
 def test_rewards_are_what_a_reward_model_says_of_every_row_with_its_gradients(pad, budget):

@@ -184,7 +184,6 @@ ROWS = {
 PLANTED = {cause: (planted(cause), ROWS.get(cause, LATER)) for cause in PLANTS}
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("cause", PLANTED)
 def test_a_planted_cause_is_found_alone_counted_and_its_gain_is_the_one_measured_on_clean_rows(cause):
     rows, count = PLANTED[cause]
@@ -244,7 +243,6 @@ NEIGHBOURS = set(pairwise(PLANTS))
 PAIRS = [pair if pair in NEIGHBOURS else pytest.param(pair, marks=pytest.mark.slow) for pair in combinations(PLANTS, 2)]
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_two_planted_causes_are_both_found_each_with_its_share(pair):
     rows = planted(*pair)

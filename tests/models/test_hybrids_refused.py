@@ -118,7 +118,6 @@ TRIED |= {"falcon_h1": 2, "falcon_h1_plain": 2, "zamba2": 3}
 """Families, and how many recurrent layers their small models have."""
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("name", TRIED)
 def test_trying_a_layer_draws_no_random_numbers_and_works_without_weights(name):
     recurrent_layers._TRUSTED.clear()

@@ -20,7 +20,7 @@ NOISY = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NOISY)
 def test_an_adapter_that_is_random_in_training_mode_is_refused_and_fine_in_eval_mode(name):
     adapter, says = NOISY[name]

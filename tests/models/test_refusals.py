@@ -93,7 +93,7 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_dropout_in_training_mode_is_refused_and_fine_in_eval_mode(name):
     prefix, changes = DROPOUTS[name]
@@ -208,7 +208,6 @@ class InPlace(transformers.GraniteForCausalLM):
             handle.remove()
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("model_class", [ScaledTheOtherWay, CutToHalf, CappedToo, InPlace])
 def test_logits_that_are_not_changed_as_the_configuration_says_are_refused_before_any_gradient(model_class):
     config = transformers.GraniteConfig(**(BASE | {"logits_scaling": 4.0}))

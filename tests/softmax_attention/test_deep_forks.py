@@ -233,7 +233,7 @@ def test_a_hundred_thousand_nested_forks_take_seconds_to_schedule_and_few_calls(
     assert call_pairs == 0.0 or calls(schedule) <= 300
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forest", "most"),
     [

@@ -24,6 +24,7 @@ def test_every_visible_pair_is_in_exactly_one_call(rows, call_pairs):
     check(forest, make_schedule(forest, call_pairs=call_pairs))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tile", [1, 3, 8, 64])
 @pytest.mark.parametrize("path", [0, 4, 512])
 def test_every_visible_pair_is_in_exactly_one_call_for_any_tile(monkeypatch, tile, path):
@@ -51,6 +52,7 @@ def random_tree(rng: np.random.Generator, count: int, depth_bias: float) -> Fore
     return forest_from_parents(np.array(parent))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth_bias", [0.4, 0.6, 0.9])
 def test_order_of_siblings_does_not_matter_for_exactness(depth_bias):
     # Trimming untrained tails can leave a first child that is not the heaviest.

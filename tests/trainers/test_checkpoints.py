@@ -168,6 +168,7 @@ def test_the_newest_checkpoint_is_the_last_one_written_not_the_one_with_the_high
     assert newest(copied) == "checkpoint-2"
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_can_be_named(copied, undisturbed) -> None:
     assert differences(resume(copied, str(copied / "checkpoint-6")), undisturbed) == []
 

@@ -26,7 +26,6 @@ def shuffled(settings, dtype, folder):
     return trainer
 
 
-@pytest.mark.slow
 def test_rows_that_were_shuffled_apart_are_told_of_group_batches(tmp_path):
     few = {"per_device_train_batch_size": 4, "seed": 1}
     with pytest.warns(

@@ -222,7 +222,6 @@ ODD: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ODD)
 def test_files_that_are_signed_but_make_no_sense_are_one_line(name: str, copied) -> None:
     ODD[name](copied / "checkpoint-3")

@@ -116,6 +116,7 @@ def test_a_batch_with_images_is_refused_by_name_before_any_work(key, tmp_path, m
         trainer.training_step(trainer.model, batch_with(**{key: torch.ones(2, 4, dtype=torch.long)}), 6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("key", ["token_type_ids", "mm_token_type_ids"])
 def test_token_types_of_text_are_taken(key, tmp_path):
     losses = []
