@@ -25,6 +25,7 @@ def test_an_exact_model_passes_and_the_worst_errors_are_told():
     assert 0 < worst["float64"] <= 1e-12 and 0 < worst["float32"] <= 1e-5 and worst["distinct forests"] >= 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_takes_one_row_for_another_is_caught(without_shrinking):
     class Mistaken(tt.TreeEngine):
         def forward_backward(self, rows, loss, *args, **kwargs):

@@ -174,7 +174,6 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         assert slots.num_bytes == (3 * slots.most * (state + tail) * 4 * 2 if slots.most else 0)
 
 
-@pytest.mark.slow
 def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
     made: list[weakref.ref] = []
 

@@ -54,7 +54,7 @@ def check_peak(model: Any, budget: int | None, run: Any, tolerance: float = 0.1)
     return predicted
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("run, budget", [(step, 100), *OTHERS])
 def test_the_peak_of_a_step_with_images_is_predicted_within_a_tenth(name, run, budget):

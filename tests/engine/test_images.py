@@ -216,7 +216,6 @@ def test_the_encoder_runs_once_for_each_distinct_image_of_a_step(run, budget):
     assert passes == [("forward", patches), ("backward", patches)]
 
 
-@pytest.mark.slow
 def test_hooks_of_the_encoders_weights_run_once_on_the_whole_gradient():
     model, _, _ = reference("Qwen2.5-VL")
     weight, seen = model.model.visual.merger.mlp[0].weight, []

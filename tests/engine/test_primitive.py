@@ -59,6 +59,7 @@ def test_autograd_grad_gives_the_same_and_leaves_grad_alone(model, budget):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 @runs(20)
 @given(forests())
 def test_random_forests_under_a_budget_equal_the_rows(rows):
