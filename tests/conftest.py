@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have garbage collection pass over what is imported: transformers' Trainer asks for one after every run."""
+    """Leave out of garbage collections what is imported: transformers' Trainer asks for one after every run."""
     gc.freeze()
 
 

@@ -97,18 +97,7 @@ def test_four_ranks(run_on_ranks):
     check(run_on_ranks, Job("context", "value", changes=four, value_head=True, shapes=small), size=4)
 
 
-WAYS = [
-    {"dtype": torch.float32, "lora": True},
-    "kept",
-    {"budget": 4},
-    {"shapes": (("chunks of 7", "mixed"),) * 4},
-    "recomputed",
-]
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(
+heads_that_ranks_do_not_divide = pytest.mark.parametrize(
     ("family", "changes", "size"),
     [
         ("qwen3", (("num_attention_heads", 6), ("num_key_value_heads", 3)), 2),
@@ -120,15 +109,24 @@ WAYS = [
         pytest.param("gpt_oss", KEYS, 4, marks=pytest.mark.slow),  # sinks, windows, experts
     ],
 )
+WAYS = [{"dtype": torch.float32, "lora": True}, {"budget": 4}, {"shapes": (("chunks of 7", "mixed"),) * 4}]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@heads_that_ranks_do_not_divide
 def test_heads_of_keys_and_values_are_repeated_for_ranks_that_do_not_divide_them(
     run_on_ranks, family, changes, size, way
 ):
-    job = Job("context", "ppo entropy", family=family, changes=changes)
-    if isinstance(way, dict):
-        check(run_on_ranks, dataclasses.replace(job, **way), size=size)
-        return
+    check(run_on_ranks, Job("context", "ppo entropy", family=family, changes=changes, **way), size=size)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("keeps", ["kept", "recomputed"])
+@heads_that_ranks_do_not_divide
+def test_repeated_heads_are_scored_now_and_run_backward_later(run_on_ranks, family, changes, size, keeps):
     plans = (("chunks of 2", "mixed"),) * size
-    for outcome in run_on_ranks(scored_step, "context", plans, (way,), 2, "round", (family, changes), size=size):
+    for outcome in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", (family, changes), size=size):
         assert outcome["error"] <= 1e-12, outcome
 
 

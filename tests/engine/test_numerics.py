@@ -26,7 +26,6 @@ def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, forests, record_
 FAST = ("gpt_neox",)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family",
     [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in DENSE if f != "qwen3"],

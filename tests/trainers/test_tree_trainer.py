@@ -59,7 +59,6 @@ def trained(name: str, dtype: torch.dtype, **more):
     return run(small_model(dtype), rows, options=options, max_steps=20, **evaluation, **settings, **more)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name == "sft" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
