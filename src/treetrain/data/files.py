@@ -70,7 +70,7 @@ def read_records(path: str | os.PathLike[str], notes: Notes | None = None) -> Fo
     """
     if not os.fspath(path):
         raise DataError("the path is empty; give a file or a folder")
-    path, notes, empty = Path(path), notes or Notes(), True
+    given, path, notes, empty = os.fspath(path), Path(path), notes or Notes(), True
     try:
         for file in _files_of(path, notes):
             kind, found = _kind(file), None
@@ -80,11 +80,25 @@ def read_records(path: str | os.PathLike[str], notes: Notes | None = None) -> Fo
             if found is None and file != path:
                 notes.add("a file has no records", str(file))
     except FileNotFoundError as error:
-        raise DataError(f"{error.filename or path}: there is no such file") from error
+        raise DataError(f"{error.filename or path}: there is no such file{_elsewhere(given)}") from error
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read ({shortened(error.strerror or error)})") from error
     if empty:
         raise DataError(f"{path}: there are no records in it")
+
+
+def _elsewhere(path: str) -> str:
+    """What to do about a source that is no file: standard input, an address, or the name of a data set on the hub."""
+    if path in ("-", "/dev/stdin"):
+        return "; standard input is not read, since a file is read twice: write it to a file"
+    if "://" in path:
+        kind = "parquet" if path.endswith(".parquet") else "json"
+        call = f'datasets.load_dataset("{kind}", data_files={path!r}, split="train")'
+    elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and Path(path).suffix not in IN_FOLDERS:
+        call = f'datasets.load_dataset({path!r}, split="train")'
+    else:
+        return ""
+    return f"; for data elsewhere write it to a file, or in Python: tt.from_messages({call}, tokenizer=...)"
 
 
 # Which files

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from treetrain.data.chat import IMAGE_KEYS, ChatReader, ChatRow
 from treetrain.data.files import read_records
 from treetrain.data.formats import FORMATS
+from treetrain.data.formats.conversations import has_failed
 from treetrain.data.formats.tokens import trajectory_from_token_row
 from treetrain.data.log_images import ImageReader
 from treetrain.data.messages import clean_tools, read_tools
@@ -205,6 +206,9 @@ def _records(found: Records, notes: Notes) -> Records:
             notes.add("a file of predictions (preds.json) holds patches and no messages", place)
             continue
         if isinstance(record, DataError) or not isinstance(record.get("data"), list) or record.keys() - PAGE_KEYS:
+            if not isinstance(record, DataError) and has_failed(record):
+                notes.add("an error in the place of an answer is no row", place)
+                continue
             yield place, record
             continue
         for number, one in enumerate(record["data"]):

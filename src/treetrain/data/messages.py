@@ -250,7 +250,7 @@ def _part(part: Json, kind: Json, here: str, place_image: PlaceImage | None) -> 
         return place_image(part, here)
     text = None
     if kind in (*TEXT_PARTS, *REASONING_PARTS):
-        text = first_of(part, "text", "content", "thinking", "reasoning", "refusal", "summary")
+        text = first_of(part, "text", "content", "value", "thinking", "reasoning", "refusal", "summary")
         if isinstance(text, list):  # the summary of the responses API
             text = "\n".join(_part(one, _kind_of(one), here, place_image) for one in text)
     if not isinstance(text, str):

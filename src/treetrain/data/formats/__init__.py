@@ -3,12 +3,13 @@
 A tracing tool is a `Log`, a mapping that says where the tool keeps the parts of an LLM call.
 """
 
-from treetrain.data.formats import agents, conversations, events, nodes, tokens, traces
+from treetrain.data.formats import agents, batches, columns, conversations, events, nodes, search_trees, tokens, traces
 from treetrain.data.formats.traces import Log
 from treetrain.data.records import Format
 
 NODE_KEYS = ("tokens", "input_ids", "token_ids", "messages", "message", "parent")
 NODES = " | ".join(f"{place}.0.{name}" for place in ("nodes", "traces.0.nodes") for name in NODE_KEYS)
+TAU = "traj | simulations | simulation_index tasks | reward_info task_id messages"
 BATCHES = "batch.responses | input_ids attention_mask responses | input output score | prompt responses data_source"
 SESSIONS = (
     "uuid sessionId | type leafUuid | type messageId snapshot | type sessionId operation | type sessionId aiTitle"
@@ -46,14 +47,23 @@ AGENTS_SDK = Log(
 FORMATS = (
     Format("verl", BATCHES, agents.read_verl),
     Format("tokens", "input_ids", lambda record, notes: [record], tokens=True),
+    Format("atropos", "tokens masks scores", batches.read_atropos, tokens=True),
+    Format("nemo-rl", "token_ids token_loss_mask", batches.read_nemo_rl, tokens=True),
+    Format("prime-rl", "token_ids loss_mask inference_logprobs", batches.read_prime_rl, tokens=True),
     Format("nodes", NODES, nodes.read_nodes),
+    Format("sglang", "the text of a response of SGLang", tokens.read_sglang_text, tokens.is_sglang_text),
     Format("server", "the token ids of a server's response", tokens.read_server, tokens.is_server, tokens=True),
     Format("steps", "the token ids of prompts and answers", tokens.read_steps, tokens.is_steps, tokens=True),
     Format("art", "trajectories.0.messages_and_choices | messages_and_choices | group_index messages", agents.read_art),
     Format("areal", "interactions of AReaL", traces.read_areal, traces.is_areal),
     Format("swe-agent", "history trajectory", agents.read_swe_agent),
     Format("mini-swe-agent", "trajectory_format messages", agents.read_mini_swe_agent),
-    Format("tau-bench", "traj | simulations | reward_info task_id messages", agents.read_tau, session=agents.of_run),
+    Format(
+        "tau-bench",
+        TAU,
+        agents.read_tau,
+        session=agents.of_run,
+    ),
     Format("bfcl", "inference_log result", agents.read_bfcl),
     Format("inspect", "eval samples | messages epoch scores", agents.read_inspect),
     Format("toolbench", "answer_generation tree", agents.read_toolbench),
@@ -83,11 +93,17 @@ FORMATS = (
         conversations.is_batch,
         session=lambda _, record: ("custom_id", record.get("custom_id")),
     ),
+    Format("oasst", "message_id message_tree_id text", search_trees.read_message_tree, session=search_trees.in_tree),
+    Format("search-tree", "a tree of `children`", search_trees.read_search_tree, search_trees.is_search_tree),
+    Format("sharegpt-pairs", "conversations chosen rejected", columns.read_sharegpt_pair),
+    Format("openai-preference", "preferred_output non_preferred_output", columns.read_openai_preference),
+    Format("alpaca", "instruction output | instruction chosen | query response", columns.read_instructions),
     Format("preference", "chosen rejected", conversations.read_preference),
     Format("requests", "a `request` and its `response`", conversations.read_requests, conversations.is_request),
     Format("chat", "`messages`", conversations.read_chat, conversations.is_chat),
     Format("sharegpt", "conversations", conversations.read_sharegpt),
     Format("completion", "completion", conversations.read_completion),
+    Format("answers", "prompt response | input_prompt output_response | input output", columns.read_answers),
     Format(
         "messages",
         "role content | role parts | role message.content | kind parts",

@@ -95,6 +95,8 @@ def of_run(place: str, record: Record) -> str:
 def _tau_rows(record: Record, policy: Json, notes: Notes) -> list[Record]:
     if "traj" in record:
         return [facts(record) | {"messages": field(record, "traj", list)}]
+    if "simulation_index" in record and "simulations" not in record:  # the folder beside it has a file for each
+        return []
     notes.add("tau2-bench does not log the agent's system prompt; the policy is given in its place")
     runs = objects(record, "simulations") if "simulations" in record else [record]
     known = {"system": policy} if isinstance(policy, str) else {}

@@ -280,6 +280,17 @@ def response_of(record: Record) -> Json:
     return record if "choices" in record or "candidates" in record else None
 
 
+def has_failed(record: Record) -> bool:
+    """Whether a record is an error in the place of an answer."""
+    if "custom_id" in record:  # a batch, whose failed requests its reader counts
+        return False
+    bodies = [body for path in RESPONSE_PATHS if isinstance(body := parsed(look_up(record, path)), Mapping)]
+    if any(body.get("error") and not any(body.get(name) for name in ANSWERS if name != "message") for body in bodies):
+        return True
+    others = (value for name, value in record.items() if name != "error")
+    return bool(record.get("error")) and all(isinstance(one, str | int | float | None) for one in others)
+
+
 REQUEST_FACTS = {
     "group": ("_ng_task_index",),  # NeMo Gym
     "trial": ("_ng_rollout_index",),

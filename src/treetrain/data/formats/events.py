@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from treetrain.data.formats.conversations import items_to_messages, with_items
+from treetrain.data.formats.tokens import sampled_row
 from treetrain.data.records import Json, Notes, Record, facts, field, first_path, look_up, objects, picked
 from treetrain.errors import DataError, quoted
 
@@ -33,7 +34,9 @@ def read_claude_code(record: Record, notes: Notes) -> list[Record]:
     threads: dict[Json, list[Record]] = {}
     thread_of: dict[Json, Json] = {}
     rows: list[Record] = []
-    for line in objects(record, "records"):
+    lines = objects(record, "records")
+    branches = any("parentUuid" in line for line in lines)  # otherwise each line follows the one before it
+    for line in lines:
         kind, parent = line.get("type"), line.get("parentUuid")
         if kind not in ("user", "assistant") and line.get("uuid") is None:
             notes.add(f"a line of type {quoted(kind)} is no message and not in the rows")
@@ -43,7 +46,7 @@ def read_claude_code(record: Record, notes: Notes) -> list[Record]:
         thread_of[line.get("uuid")] = thread
         path = threads.setdefault(thread, [])
         asked = kind == "user" and not _is_result(line)
-        if path and (asked or parent is None):
+        if branches and path and (asked or parent is None):
             at = next((number for number, above in enumerate(path, 1) if above.get("uuid") == parent), 0)
             if any(above.get("type") == "assistant" for above in path[at:]):
                 rows.append(_claude_row(path, line, len(rows), notes))
@@ -190,8 +193,12 @@ def _openhands_message(event: Json, number: int) -> tuple[dict[str, Json] | None
 
 
 def read_atif(record: Record, notes: Notes) -> list[Record]:
-    """A trajectory and those of its sub-agents. Steps that were copied or that no model made are not trained."""
+    """A trajectory and those of its sub-agents. Steps that were copied or that no model made are not trained.
+
+    If every sampled step has the ids of its prompt and its completion, each is a row of tokens.
+    """
     messages: list[Json] = []
+    sampled: list[Record] = []
     for step in objects(record, "steps"):
         role = {"agent": "assistant"}.get(str(step.get("source")), step.get("source"))
         message = {"role": role, "content": step.get("message"), "reasoning_content": step.get("reasoning_content")}
@@ -203,6 +210,8 @@ def read_atif(record: Record, notes: Notes) -> list[Record]:
         if step.get("is_copied_context") or step.get("llm_call_count") == 0:
             notes.add("a step that was copied or made without a model is not trained")
             message["weight"] = 0
+        elif role == "assistant":
+            sampled.append(step)
         messages.append(message)
         for result in objects(step, "observation.results"):
             told = {"role": "user", "content": result.get("content")}
@@ -215,8 +224,20 @@ def read_atif(record: Record, notes: Notes) -> list[Record]:
         id=("trajectory_id", "session_id"),
         tools="agent.tool_definitions",
     )
-    rows: list[Record] = [known | facts(record) | {"messages": messages}]
+    known |= facts(record)
+    rows: list[Record] = [known | {"messages": messages}]
+    ids = [first_path(step, "metrics.completion_token_ids") is not None for step in sampled]
+    if sampled and all(ids) and all(look_up(step, "metrics.prompt_token_ids") is not None for step in sampled):
+        known = {name: value for name, value in known.items() if name not in ("tools", "model")}
+        rows = [known | {"id": f"{known.get('id')}/{n}"} | _atif_call(step) for n, step in enumerate(sampled)]
+    elif any(ids):
+        notes.add("not every sampled step has the ids of its prompt and its completion: all are tokenised again")
     return rows + [row for one in objects(record, "subagent_trajectories") for row in read_atif(one, notes)]
+
+
+def _atif_call(step: Record) -> Record:
+    metrics = field(step, "metrics", dict)
+    return sampled_row(step, *(metrics.get(name) for name in ("prompt_token_ids", "completion_token_ids", "logprobs")))
 
 
 def read_messages(record: Record, notes: Notes) -> list[Record]:

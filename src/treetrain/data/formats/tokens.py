@@ -201,6 +201,10 @@ def read_server(record: Record, notes: Notes) -> list[Record]:
     response, request = _response(record), look_up(record, "request.body") or record.get("request") or record
     images = _images(look_up(request, "messages"))
     asked = [ids for name in ("input_ids", "prompt") if isinstance(ids := look_up(request, name), list)]
+    if isinstance(
+        pairs := look_up(response, "meta_info.input_token_logprobs"), list
+    ):  # SGLang, with `logprob_start_len=0`
+        asked.append([look_up({"pair": pair}, "pair.1") for pair in pairs])
     rows = []
     for place in objects(response, "choices") or [response]:
         known = [first_path(one, *PROMPT_IDS) for one in (place, response)]
@@ -214,6 +218,32 @@ def read_server(record: Record, notes: Notes) -> list[Record]:
         row = facts(record, response) | sampled_row(record, prompt, answer, logprobs)
         rows.append(row | ({"images": images} if images else {}))
     return rows
+
+
+def is_sglang_text(record: Record) -> bool:
+    """Whether a response of SGLang's `/generate` lacks the ids of its prompt, but its request has the text."""
+    response, request = _response(record), look_up(record, "request.body") or record.get("request") or record
+    known = first_path(response, *PROMPT_IDS, "meta_info.input_token_logprobs") or look_up(request, "input_ids")
+    answered = isinstance(look_up(response, "meta_info"), Mapping) and isinstance(look_up(response, "text"), str)
+    return answered and known is None and isinstance(_sglang_prompt(request, response), str)
+
+
+def read_sglang_text(record: Record, notes: Notes) -> list[Record]:
+    """A response of SGLang without the ids of its prompt, as text."""
+    response, request = _response(record), look_up(record, "request.body") or record.get("request") or record
+    notes.add(
+        "the log lacks the ids of the prompt, so prompt and answer are tokenised again, and the log-probabilities that "
+        "were sampled are not used; log the request's `input_ids`, or set `logprob_start_len=0`"
+    )
+    row = facts(record, response) | {"prompt": _sglang_prompt(request, response), "completion": response["text"]}
+    reason = look_up(response, "meta_info.finish_reason.type")
+    look_up(response, "meta_info.output_token_logprobs")
+    return [row | ({} if reason is None else {"finish_reason": reason})]
+
+
+def _sglang_prompt(request: Json, response: Json) -> Json:
+    """The prompt of a request; a record that is the response alone has its answer under `text`."""
+    return first_path(request, "prompt") if request is response else first_path(request, "text", "prompt")
 
 
 def _response(record: Record) -> Json:
