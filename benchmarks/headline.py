@@ -1,6 +1,6 @@
 """The table of the README: how much faster a training step is as a tree, on trees whose rows are real branches.
 
-Run: python benchmarks/headline.py [work ...] [--repeats 5] [--dry-run]. It needs nothing beside this repository: the trees
+Run: python benchmarks/headline.py [work ...] [--repeats 5] [--dry-run]. It needs nothing beside this repository: trees
 have the shapes of real trajectories (benchmarks/shapes), and the model random weights. Ten minutes on two cores.
 
 Forward and backward of SFT, float32, a Qwen3-shaped model of 30M parameters. The baseline is the fastest run without a
