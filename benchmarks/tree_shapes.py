@@ -1,8 +1,9 @@
 """Trees of real trajectories without their text: the earlier row that each row shares most with, and how many tokens.
 
 A training step's time and memory depend on the shape of the tree and not on the words in it, so a benchmark on
-another machine needs only the shape. Run: python benchmarks/tree_shapes.py, where the data is, to write them anew from
-tau_airline (one row per LLM call; tokens of Qwen3's tokenizer, a chat template that keeps prefixes).
+another machine needs only the shape. Run: python benchmarks/tree_shapes.py, where the data is, to write them anew, in
+tokens of Qwen3's tokenizer: calls of a tool agent (tau_airline, one row per LLM call, by a chat template that keeps
+prefixes, and by Qwen3's own, which drops earlier think blocks), search trees (tot_game24) and sampled answers (codet).
 """
 
 import json
@@ -75,25 +76,29 @@ def synthetic(overlap: float, path: int, leaves: int = 0, segment: int = 128) ->
 
 
 def main() -> None:
-    from workloads import DATA, tokenizer
+    from workloads import DATA, codet_humaneval, tokenizer, tot_game24
 
-    loaded = tt.load(
-        DATA / "tau_airline" / "trajectories.jsonl", tokenizer=tokenizer(), view="calls", chat_template="chatml"
-    )
     FOLDER.mkdir(exist_ok=True)
-    groups: dict[str, list[tt.Trajectory]] = {}
-    for row in loaded.trajectories:
-        groups.setdefault(str(row.group), []).append(row)
-    for task, rows in groups.items():
-        flat, longest = sum(map(len, rows)), max(map(len, rows))
-        print(
-            f"task {task}: {len(rows)} rows, {flat} tokens, longest {longest}, {tt.build_tree(rows).num_tokens} unique"
+
+    def write(name: str, source: str, rows: Sequence[tt.Trajectory]) -> None:
+        flat, longest, unique = sum(map(len, rows)), max(map(len, rows)), tt.build_tree(rows).num_tokens
+        print(f"{name}: {len(rows)} rows, {flat} tokens, longest {longest}, {unique} unique")
+        (FOLDER / f"{name}.json").write_text(json.dumps({"source": source, "rows": shape_of(rows)}) + "\n")
+
+    for kind, template, words in (
+        ("calls", "chatml", "one row per call"),
+        ("think", None, "one row per call, by a template that drops earlier think blocks"),
+    ):
+        loaded = tt.load(
+            DATA / "tau_airline" / "trajectories.jsonl", tokenizer=tokenizer(), view="calls", chat_template=template
         )
-    longest = sorted(groups, key=lambda task: -max(map(len, groups[task])))[:2]
-    for task in dict.fromkeys([*TASKS, *longest]):
-        name = f"tau_airline_calls_{task}"
-        text = json.dumps({"source": f"tau_airline task {task}, one row per call", "rows": shape_of(groups[task])})
-        (FOLDER / f"{name}.json").write_text(text + "\n")
+        groups: dict[str, list[tt.Trajectory]] = {}
+        for row in loaded.trajectories:
+            groups.setdefault(str(row.group), []).append(row)
+        for task in TASKS if kind == "calls" else TASKS[:1]:
+            write(f"tau_airline_{kind}_{task}", f"tau_airline task {task}, {words}", groups[task])
+    write("tot_game24", "tot_game24 puzzles 900 to 905, every leaf", tot_game24())
+    write("codet_humaneval", "codet_humaneval prompts 2 and 9, every sample", codet_humaneval())
 
 
 if __name__ == "__main__":
