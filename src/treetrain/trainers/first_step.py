@@ -62,7 +62,7 @@ KIND_SHARE = 0.01
 """A kind's difference is relative to its norm, or to this share of the norm of all gradients if that is larger."""
 ROWS = 3
 """How many rows are compared."""
-PARTS = 3
+PARTS = 8
 """The tree of the rows runs as one part, and again in parts of so many times fewer tokens."""
 LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 """At least so many tokens are compared, and at most so many of a model whose memory cannot be predicted."""
