@@ -52,8 +52,8 @@ class WatchedCache(executor.KVCache):
 
     made: list["WatchedCache"] = []  # noqa: RUF012 - executors make them out of sight
 
-    def __init__(self, rows: int, device: torch.device, *, gradients: bool, tokens: int = 0):
-        super().__init__(rows, device, gradients=gradients, tokens=tokens)
+    def __init__(self, rows: int, device: torch.device, **options: Any):
+        super().__init__(rows, device, **options)
         self.first_rows, self.reserved = rows, [0]
         self.made_at: dict[Any, int] = {}
         self.views: list[tuple[np.ndarray, np.ndarray]] = []

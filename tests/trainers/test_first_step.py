@@ -28,6 +28,7 @@ from treetrain.engine.executor import Executor
 from treetrain.engine.meters import CountStorages
 from treetrain.engine.score import Scored
 from treetrain.errors import RanksDisagree
+from treetrain.softmax_attention.kv_cache import KVCacheView
 from treetrain.trainers import first_step
 from treetrain.trainers.batches import rows_of
 from treetrain.trainers.first_step import small_batch, tokens_within
@@ -131,6 +132,25 @@ def test_a_mutated_engine_stops_the_first_step(mutant, tmp_path, monkeypatch):
         )
     with pytest.raises(RuntimeError, match="differ by"):
         check(runs.model(), tmp_path, batch_of(IDS), budget=3)
+
+
+def test_gradients_that_stop_at_a_cache_stop_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(KVCacheView, "add_path_gradients", lambda *_args, **_options: None)
+    with pytest.raises(RuntimeError, match="3 rows in parts: gradients of the plain model"):
+        check(runs.model(), tmp_path, batch_of(IDS))
+
+
+def test_a_tree_runs_as_one_part_and_in_parts_whatever_the_budget(tmp_path, monkeypatch):
+    parts, original = [], Scored.backward
+
+    def backward(self: Scored, *args: Any, **kwargs: Any) -> None:
+        parts.append(self.parts)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Scored, "backward", backward)
+    for budget in (None, 5):
+        check(runs.model(), tmp_path, batch_of(IDS), budget=budget)
+    assert parts[::2] == [1, 1] and min(parts[1::2]) > 2
 
 
 def own_loss(model: Any) -> nn.Module:
@@ -364,8 +384,8 @@ def test_arguments_of_packing_follow_the_cut():
 
 
 MEMORY: dict[str, dict[str, Any]] = {
-    "few tokens": {},
-    "few tokens, bfloat16": {"dtype": torch.bfloat16},
+    "few tokens": {"layers": 6},  # parts add up gradients, so that of one matrix stands beside those of all
+    "few tokens, bfloat16": {"layers": 6, "dtype": torch.bfloat16},
     "long rows": {"length": 120},
     "long rows, budget": {"length": 120, "budget": 60},
     "long rows, LoRA": {"length": 120, "lora": True},
@@ -389,6 +409,7 @@ def test_the_first_step_needs_no_more_memory_with_its_check(case, tmp_path, monk
             hidden_size=wanted.get("hidden", 256),
             intermediate_size=1024,
             max_position_embeddings=1024,
+            num_hidden_layers=wanted.get("layers", runs.SHAPE["num_hidden_layers"]),
             vocab_size=wanted.get("vocabulary", 512),
         )
         trained: Any = get_peft_model(model, runs.adapter()) if lora else model

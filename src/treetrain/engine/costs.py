@@ -32,7 +32,8 @@ from treetrain.engine import lm_head
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
 from treetrain.engine.meters import CountedAttention, CountedPaths, Meter, Tallied
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import Capabilities, causal_lm, check_model, model_device
+from treetrain.models.capability import Capabilities, causal_lm, check_model, is_checkpointed, model_device
+from treetrain.models.frozen_layers import decoder_layers
 from treetrain.models.loading import load_config, model_without_weights
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced, tree_attention
@@ -107,14 +108,6 @@ def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
     return model.dtype  # type: ignore[return-value]
 
 
-def is_checkpointed(model: nn.Module) -> bool:
-    """Whether a step runs every layer's forward again in its backward."""
-    lm = causal_lm(model)
-    # transformers 5 renamed the flag, and warns when the old name is read.
-    name = "is_activation_checkpointing" if hasattr(lm, "is_activation_checkpointing") else "is_gradient_checkpointing"
-    return model.training and bool(getattr(lm, name, False))
-
-
 def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     """Count a model, which may be on the meta device. It is not changed, and its own tensors are not used.
 
@@ -138,7 +131,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     try:
         with without_data(lm) as (copy, fake), fake, torch.autocast("cpu", autocast, enabled=autocast is not None):
             decoder = copy.base_model
-            layers = _layers_of(decoder, lm.config.get_text_config().num_hidden_layers)
+            _, layers = decoder_layers(decoder, lm.config.get_text_config().num_hidden_layers)
             with meter, tallied(layers, meter), torch.enable_grad():
                 output = _run(decoder, meter, tokens, recurrent=recurrent)
                 saved, copies = meter.now, meter.weights_now
@@ -167,8 +160,8 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
         if isinstance(name, tuple):
             ranges[FULL if name[1].window and name[1].window >= longest > 0 else name[1]] += flops
     ends = {id(w): w for m in (embedded, capabilities.head) if (w := getattr(m, "weight", None)) is not None}
-    decoder_layers = nn.ModuleList(_layers_of(lm.base_model, text.num_hidden_layers))
-    in_layers = sum(p.numel() for p in decoder_layers.parameters() if id(p) not in ends)
+    own_layers = nn.ModuleList(decoder_layers(lm.base_model, text.num_hidden_layers)[1])
+    in_layers = sum(p.numel() for p in own_layers.parameters() if id(p) not in ends)
     mixture = capabilities.experts
     held = (mixture.experts or 0, mixture.top_k or 0) if mixture is not None else (0, 0)
     trained = [p.numel() for p in lm.parameters() if p.requires_grad and id(p) not in ends]
@@ -313,13 +306,6 @@ def without_data(model: nn.Module) -> Iterator[tuple[Any, FakeTensorMode]]:
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _layers_of(decoder: nn.Module, number: int) -> list[nn.Module]:
-    """The decoder's layers; if they are not in one list, the decoder itself, counted as one layer."""
-    text = getattr(decoder, "language_model", decoder)  # an encoder of images may have as many layers
-    lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == number]
-    return list(lists[0]) if lists else [decoder]
 
 
 @contextmanager

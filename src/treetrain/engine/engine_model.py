@@ -8,7 +8,7 @@ that run again in its backward must compute what they computed before.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +26,7 @@ from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.ranks import Sharing
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model, model_device
+from treetrain.models.frozen_layers import frozen_layers
 from treetrain.planning.cost import Beside, CostModel
 from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
@@ -275,6 +276,7 @@ class EngineModel:
         self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""
         self._cost: tuple[object, CostModel | None] = None, None
+        self._frozen_layers: int | None = None
         self.device: torch.device
         """The device that the model takes its input on."""
         self.wide_dtype: torch.dtype
@@ -293,7 +295,7 @@ class EngineModel:
         now = ModelState.of(self.model, self.value_head)
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
-            self._cost = None, None
+            self._cost, self._frozen_layers = (None, None), None
         self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
@@ -318,6 +320,12 @@ class EngineModel:
         """An empty table for the scores of a layout."""
         sizes = layout.num_edges, len(layout.rows)
         return ScoreTable(*sizes, self.wide_dtype, self.device, entropy=entropy, statistics=statistics)
+
+    def may_need_gradients(self, layer: Hashable) -> bool:
+        """Whether something trained may come before the keys or states of a layer, in some token of some row."""
+        if self._frozen_layers is None:
+            self._frozen_layers = frozen_layers(self.model, self._all)
+        return not (isinstance(layer, int) and layer < self._frozen_layers)
 
     # ---- plans
 
@@ -476,7 +484,7 @@ class EngineModel:
         if capabilities.recurrent_layers:
             from treetrain.engine.extensions.recurrence import Recurrence
 
-            extensions.append(Recurrence(model))
+            extensions.append(Recurrence(model, self.may_need_gradients))
         if self.compiles:  # last of those that change the model's modules
             from treetrain.engine.extensions.compiled import CompiledLayers
 

@@ -7,7 +7,7 @@ function of the user's own (`Packed.forward_backward`).
 Why the gradients are complete: within a part, later tokens read a token's keys and values in one autograd graph.
 Tokens of parts below read copies from the cache, which adds up the gradients of these copies. Parts below run backward
 first. So when a part runs backward, its slots of the cache hold all gradients from below, and the attention Function
-adds them.
+adds them. A part below runs backward even if nothing of its own is trained (`kv_cache.GradientNeeds`).
 
     plan.events():   forward 0   forward 1   backward 1   forward 2   backward 2   backward 0
     slots in use:    0           0 1         0            0 2         0
@@ -16,7 +16,7 @@ Slots of the cache are allocated on the way down and freed on the way up, like a
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -74,6 +74,10 @@ class PartRunner(Protocol[Output]):
         """A run of a plan begins; `gradients`: whether its parts run backward too."""
         ...
 
+    def may_need_gradients(self, layer: Hashable) -> bool:
+        """Whether something trained may come before the keys of a layer, in some token."""
+        ...
+
     def passes(self, *, graph: bool, backward: bool) -> AbstractContextManager[None]:
         """Prepare the model for the passes of a block.
 
@@ -104,7 +108,13 @@ class Executor(Generic[Output]):
         self._plan, self._runner = plan, runner
         self._cache: KVCache | None = None  # a plan of parts without descendants needs none
         if plan.cached_tokens:
-            self._cache = KVCache(plan.cached_tokens, runner.device, gradients=gradients, tokens=plan.layout.num_tokens)
+            self._cache = KVCache(
+                plan.cached_tokens,
+                runner.device,
+                gradients=gradients,
+                tokens=plan.layout.num_tokens,
+                may_need=runner.may_need_gradients,
+            )
         self._held: dict[int, Int64[np.ndarray, " n"]] = {}
         """The tokens that have slots of the cache, by the part that allocated them."""
         self._alive: dict[int, tuple[Part, Output]] = {}

@@ -1,6 +1,6 @@
 """Runs parts on a Hugging Face model in tree mode, with its own top-level forward and its head scoring the edges."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from treetrain.engine.extension import Extension, LayoutArrays, ModelPass
 from treetrain.engine.lm_head import Edges, GradientBuffers, ScoreRequest, Scores, check_head, scoring_head
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import is_checkpointed
 from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, replaced, tree_attention
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree
@@ -113,6 +114,10 @@ class ModelPasses:
         for extension in self._extensions:
             extension.begin(plan, gradients=gradients, idle_pass=self.idle_pass)
 
+    def may_need_gradients(self, layer: Hashable) -> bool:
+        """See `PartRunner`."""
+        return self._model.may_need_gradients(layer)
+
     def idle_pass(self) -> Scores:
         """Run a forward over one token that adds nothing to the result."""
         layout, none = pack(build_tree([[0, 0]])), np.zeros(0, np.int64)
@@ -130,7 +135,8 @@ class ModelPasses:
         # Under the caller's autocast, backward would use 16-bit products where forward used float32.
         with torch.autocast(self.device.type, enabled=False):
             if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
-                scores.linear_loss.backward()
+                if scores.linear_loss.requires_grad:  # not where nothing is trained in the part or above it
+                    scores.linear_loss.backward()
                 return
             assert self.gradients is not None
             known = self.gradients.gradients_of(part.piece)
@@ -155,7 +161,7 @@ class ModelPasses:
             extension.before_forward(model_pass)
         layout = DeviceLayout(model_pass.arrays, self.device)
         run = TreeRun(model_pass.attention, len(layout.input_ids), layout.positions, model_pass.extras)
-        with scoring_head(capabilities, layout.edges, model_pass.request) as calls:
+        with scoring_head(capabilities, layout.edges, model_pass.request) as calls, self._live_inputs(part):
             outputs = self.call(layout, run, model_pass.keywords)
         self.check_layers(run)
         check_head(model, capabilities, calls, outputs.logits)
@@ -164,6 +170,26 @@ class ModelPasses:
         for extension in reversed(self._extensions):
             scores = extension.after_forward(model_pass, outputs, scores)
         return scores
+
+    @contextmanager
+    def _live_inputs(self, part: Part) -> Iterator[None]:
+        """Within the block the embeddings require a gradient, if checkpointed layers would lose those of the path.
+
+        Under reentrant checkpointing a layer runs backward only if its own input requires a gradient.
+        """
+        model, below = self._model.model, part.cache is not None and part.cache.path_tokens > 0
+        if not (part.graph and below and is_checkpointed(model) and self._model.may_need_gradients(0)):
+            yield
+            return
+
+        def live(_module: nn.Module, _given: object, out: Tensor) -> Tensor:
+            return out if out.requires_grad else out + out.new_zeros((), requires_grad=True)
+
+        hook = model.get_input_embeddings().register_forward_hook(live)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def call(self, layout: DeviceLayout, run: TreeRun, keywords: dict[str, Any]) -> Any:
         """Call the model on a layout."""

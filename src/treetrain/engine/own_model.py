@@ -3,7 +3,7 @@
 For those who own their model code and call `tt.attention` in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,12 +99,17 @@ class Packed(PackedPart):
             The sum of the losses, a scalar without graph.
 
         Raises:
-            ValueError: a budget below 1; a loss that is no scalar with a graph; a layer that was called twice. As after
-                any error, gradients of earlier parts are in ``.grad``.
+            ValueError: a budget below 1; a loss that is no scalar, or that needs no gradient in any part; a layer that
+                was called twice. As after any error, gradients of earlier parts are in ``.grad``.
         """
         plan = plan_of_any_model(self._batch.layout, budget, self._device)
         losses = _LossPasses(self._batch, plan, loss_of, self._device)
         Executor(plan, losses, gradients=True).train()
+        if not losses.needs_gradients:
+            raise ValueError(
+                "the loss of no part requires a gradient: it must be computed from the part's log-probabilities, and "
+                "some parameter before them must be trained"
+            )
         return losses.total
 
 
@@ -113,6 +118,8 @@ class _LossPasses:
 
     def __init__(self, batch: Batch, plan: Plan, loss_of: Callable[[PackedPart], Tensor], device: torch.device):
         self.total, self.device, self.counts = torch.zeros((), device=device), device, PassCounts()
+        self.needs_gradients = not plan.num_parts
+        """Whether some part's loss requires a gradient: not one of a part without anything trained in it or above."""
         self._batch, self._plan, self._loss_of = batch, plan, loss_of
         self._predictions = np.flatnonzero(batch.used)
         part_of_read = plan.part_of[batch.layout.edge_rows[batch.edges]]
@@ -121,6 +128,10 @@ class _LossPasses:
 
     def begin(self, plan: Plan, *, gradients: bool) -> None:
         """See `PartRunner`."""
+
+    def may_need_gradients(self, layer: Hashable) -> bool:
+        """See `PartRunner`; what is trained before a layer is not known."""
+        return True
 
     @contextmanager
     def passes(self, *, graph: bool, backward: bool) -> Iterator[None]:
@@ -136,7 +147,8 @@ class _LossPasses:
         loss = self._loss_of(packed)
         if twice := [layer for layer, calls in packed.tree.layer_calls.items() if calls > 1]:
             raise ValueError(f"layer={twice[0]!r} was given by several calls of attention in one forward of a part")
-        if part.graph and not (isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad):
+        scalar = isinstance(loss, Tensor) and not loss.dim()
+        if part.graph and not (scalar and (loss.requires_grad or not packed.tree.requires_grad)):
             raise ValueError(
                 f"the loss of a part is {loss!r}; give a scalar tensor that depends on the part's log-probabilities, "
                 "also where the part makes no prediction"
@@ -145,7 +157,9 @@ class _LossPasses:
 
     def backward(self, part: Part, output: Tensor) -> None:
         with torch.autocast(self.device.type, enabled=False):
-            output.backward()
+            if output.requires_grad:
+                output.backward()
+                self.needs_gradients = True
         self.total = self.total + output.detach()
 
 

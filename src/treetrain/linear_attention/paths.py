@@ -15,7 +15,7 @@ values, K and V sizes of keys and values.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -54,11 +54,11 @@ class StateCache(RowBuffers):
         tokens: M, the number of tokens of the layout.
         slots: number of states held at once; `allocate` grows the buffers when it needs more.
         attach: the tokens where parts attach (-1 is none); only these get slots.
-        gradients: whether a backward will follow.
+        options: `gradients` and `may_need`, as for `RowBuffers`.
     """
 
-    def __init__(self, tokens: int, slots: int, attach: Int64s, *, gradients: bool):
-        super().__init__(slots, gradients=gradients, tokens=tokens)
+    def __init__(self, tokens: int, slots: int, attach: Int64s, **options: Any):
+        super().__init__(slots, tokens=tokens, **options)
         self._attach = np.zeros(tokens, bool)
         self._attach[attach[attach >= 0]] = True
         self._groups: list[Int64s] = []
@@ -97,6 +97,7 @@ class StateView:
         self.continues = entry >= 0
         """Whether the pass starts from a state of the cache."""
         self.cache, self.entry, self._slots = cache, entry, slots
+        self._needed = frozenset(cache.needs.needed)
         self._slot_index: Tensor | None = None
 
     def slots_on(self, device: torch.device) -> Tensor:
@@ -109,21 +110,26 @@ class StateView:
         """The state that the pass starts from, in the shape of one slot.
 
         Args:
-            depends: the tensors from which this pass computes its own states; the entry needs a gradient if they do.
+            depends: the tensors from which this pass computes its own states; the entry needs a gradient if they do, or
+                if the path above does.
         """
-        return _Enter.apply(self, key, *depends)  # type: ignore[return-value]
+        above = self.cache.needs.input_for(key, *depends, needed=self._needed)
+        return _Enter.apply(self, key, above, *depends)  # type: ignore[return-value]
 
     def export(self, key: Key, out: Tensor, states: Tensor) -> Tensor:
         """Store the states [x, ...] of the exported tokens. Use the returned `out` in place of the given one.
 
         Its backward also sends the accumulated gradients into `states`.
         """
-        return _Export.apply(out, states, self, key) if len(self.exported) else out  # type: ignore[return-value]
+        if not len(self.exported):
+            return out
+        self.cache.needs.written(key, states)
+        return _Export.apply(out, states, self, key)  # type: ignore[return-value]
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, view: StateView, key: Key, *depends: Tensor):
+    def forward(ctx, view: StateView, key: Key, *depends: Tensor | None):
         ctx.view, ctx.key, ctx.count = view, key, len(depends)
         # A copy: slots are overwritten while graphs that have read them are alive.
         return view.cache.value(key)[view.entry].clone()

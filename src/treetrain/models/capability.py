@@ -282,6 +282,14 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())  # offloaded
 
 
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether a step runs every layer's forward again in its backward."""
+    lm = causal_lm(model)
+    # transformers 5 renamed the flag, and warns when the old name is read.
+    name = "is_activation_checkpointing" if hasattr(lm, "is_activation_checkpointing") else "is_gradient_checkpointing"
+    return model.training and bool(getattr(lm, name, False))
+
+
 def loaded(model: object) -> nn.Module:
     """The model; raises TypeError for a name, a configuration, or anything else that is no module."""
     if isinstance(model, nn.Module):

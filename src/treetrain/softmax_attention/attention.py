@@ -127,6 +127,8 @@ class AttentionTree:
         """Number of calls by each layer."""
         self.calls: Counter[str] = Counter()
         """Forward calls by the backend that ran."""
+        self.requires_grad = False
+        """Whether the output of some call did."""
         self._forest, self._cache = forest, cache
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._order: dict[tuple[str | None, torch.device], tuple[str, ...]] = {}
@@ -157,7 +159,9 @@ class AttentionTree:
         spec = self._effective(spec)
         chosen = self.backend(query, key, value, spec, sinks, backend)
         self.calls[chosen.name] += 1
-        return chosen(query, key, value, scale, layer, spec, sinks)
+        out = chosen(query, key, value, scale, layer, spec, sinks)
+        self.requires_grad = self.requires_grad or out.requires_grad
+        return out
 
     def _effective(self, spec: AttentionSpec) -> AttentionSpec:
         """Replace a range at least as long as every path of the forest by full attention."""

@@ -8,14 +8,19 @@ gradient in float32 (float64 for a float64 model). In forward a part reads the r
 In backward it adds to the gradients of the path and collects those of its own tokens. Autograd sees none of this, so it
 also works under activation checkpointing, which runs a layer's forward again.
 
+But autograd runs a function backward only if one of its inputs requires a gradient. Where a part's own tokens depend
+on nothing trained, the keys of its path still may: they may be those of an image, whose encoder is trained below frozen
+layers. So the cache remembers which layers' rows need gradients, and whatever reads them gets an input that requires
+one (`GradientNeeds`).
+
 Shape letters: C rows, N tokens of a part, P tokens on a path, K = P + N keys, X exported tokens, H query heads, G
 key/value heads, D size of query and key heads, V size of value heads.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treetrain.device_arrays import on_device
+from treetrain.errors import UnsupportedModel
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 
 Rows = slice | Int64[Tensor, " rows"]
@@ -38,6 +44,61 @@ class Buffer:
     grad: Float[Tensor, "C ..."] | None
 
 
+class GradientNeeds:
+    """Which keys of a cache hold rows whose gradients a part above needs.
+
+    A pass with graph says by its tensors whether they are needed. A pass without graph cannot (a prefill, or a layer
+    under reentrant checkpointing), so `may_need` decides there.
+
+    Args:
+        may_need: whether rows of a key that were written without graph may need gradients.
+    """
+
+    def __init__(self, may_need: Callable[[Any], bool] = lambda _key: True):
+        self._may_need = may_need
+        self.needed = set[Hashable]()
+        """The keys with rows that need gradients."""
+        self._assumed_not = set[Hashable]()
+        self._read_as_constants = set[Hashable]()
+        """Keys of which some pass took rows for constants because `may_need` said so."""
+
+    def written(self, key: Hashable, *own: Tensor) -> None:
+        """Remember what a pass writes.
+
+        Args:
+            own: what the rows are computed from.
+
+        Raises:
+            UnsupportedModel: the rows need gradients, and passes that read them have run without any.
+        """
+        if not torch.is_grad_enabled():
+            (self.needed if self._may_need(key) else self._assumed_not).add(key)
+        elif any(x.requires_grad for x in own):
+            if key in self._read_as_constants:
+                raise UnsupportedModel(
+                    f"the cache of layer {key!r} needs gradients, though no trained parameter of the model comes "
+                    "before this layer: what is trained there is not among the model's parameters, or a layer after "
+                    "it. Register it as a parameter of the model (model.register_parameter)."
+                )
+            self.needed.add(key)
+
+    def input_for(self, key: Hashable, *own: Tensor, needed: Collection[Hashable]) -> Tensor | None:
+        """An input that requires a gradient, for a function that reads rows of a key; None if these need none.
+
+        Args:
+            own: the other inputs of the function.
+            needed: the keys whose rows needed gradients when the pass began. (Activation checkpointing calls a layer
+                again later, and must find the same graph.)
+        """
+        if not torch.is_grad_enabled():
+            return None
+        if key in needed:
+            return own[0].new_empty(0, requires_grad=True)
+        if key in self._assumed_not and not any(x.requires_grad for x in own):
+            self._read_as_constants.add(key)
+        return None
+
+
 class RowBuffers:
     """Tensors of all layers by key, with rows of their own for every token that is held.
 
@@ -47,10 +108,14 @@ class RowBuffers:
         rows: C, the number of tokens held at once; `clear` makes room for more.
         gradients: whether a backward will follow.
         tokens: M, the number of tokens of the plan.
+        may_need: see `GradientNeeds`.
     """
 
-    def __init__(self, rows: int, *, gradients: bool, tokens: int = 0):
+    def __init__(
+        self, rows: int, *, gradients: bool, tokens: int = 0, may_need: Callable[[Any], bool] = lambda _key: True
+    ):
         self._rows, self._gradients, self._in_use = rows, gradients, 0
+        self.needs = GradientNeeds(may_need if gradients else lambda _key: False)
         self.row_of = np.full(tokens, -1, np.int64)
         """int64 [M]: the row of each token, -1 for those that are not held."""
         self._buffers: dict[Hashable, Buffer] = {}
@@ -106,8 +171,8 @@ class RowBuffers:
 class KVCache(RowBuffers):
     """The keys and values of all layers."""
 
-    def __init__(self, rows: int, device: torch.device, *, gradients: bool, tokens: int = 0):
-        super().__init__(rows, gradients=gradients, tokens=tokens)
+    def __init__(self, rows: int, device: torch.device, **options: Any):
+        super().__init__(rows, **options)
         self._device = device
 
     def view(self, path: Int64[np.ndarray, " P"], tokens: Int64[np.ndarray, " N"]) -> "KVCacheView | None":
@@ -136,6 +201,7 @@ class KVCacheView:
         self.path_tokens = len(path_rows)
         self.exports = len(exported) > 0
         self._cache = cache
+        self._needed = frozenset(cache.needs.needed)
         self._path_rows, self._path = path_rows, cache.as_rows(path_rows)
         self._tails: dict[int, Rows] = {}
         self._own, self._own_rows = cache.as_rows(exported), cache.as_rows(exported_rows)
@@ -144,6 +210,14 @@ class KVCacheView:
     def row_of(self) -> Int64[np.ndarray, " M"]:
         """The row of every token of the plan, -1 for those that are not held."""
         return self._cache.row_of
+
+    def gradient_input(self, layer: Hashable, *own: Tensor) -> Tensor | None:
+        """See `GradientNeeds.input_for`; called before `read` and `write`, with the layer's own tensors."""
+        needs = self._cache.needs
+        made = needs.input_for(layer, *own, needed=self._needed) if self.path_tokens else None
+        if self.exports:
+            needs.written(layer, *own)
+        return made
 
     def read(
         self, layer: Hashable, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], tail: int | None = None
@@ -244,7 +318,8 @@ class CachedAttention(ABC):
         spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "N H V"]:
-        return _Attend.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
+        above = None if self.cache is None else self.cache.gradient_input(layer, query, key, value)
+        return _Attend.apply(query, key, value, sinks, above, self, scale, layer, spec)  # type: ignore[return-value]
 
     @abstractmethod
     def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
@@ -275,7 +350,7 @@ class CachedAttention(ABC):
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, backend: CachedAttention, scale: float, layer, spec: AttentionSpec):
+    def forward(ctx, query, key, value, sinks, _above, backend: CachedAttention, scale: float, layer, spec):
         if backend.cache is not None:
             backend.cache.write(layer, key, value)
         out, lse = backend.forward(backend.inputs(query, key, value, sinks, layer, spec), scale, spec)
@@ -295,7 +370,7 @@ class _Attend(torch.autograd.Function):
                 backend.cache.add_path_gradients(layer, *grads.path, backend.path_seen(spec))
             backend.cache.collect(layer, grads.key, grads.value)
         own = (None if x is None else grad.to(x.dtype) for x, grad in zip(tensors, grads))
-        return (*own, None, None, None, None)
+        return (*own, None, None, None, None, None)
 
 
 # ---- rows of buffers

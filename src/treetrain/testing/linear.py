@@ -1,4 +1,4 @@
-"""The linear reference, independent of the library: one plain forward per row, log_softmax, autograd."""
+"""The linear reference: one plain forward per row (`models/row_scores.py`), losses written out, autograd."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.kernel_checks import relative_error as relative_error
+from treetrain.models import row_scores
 
 Facts = dict[str, Tensor]
 RowLoss = Callable[[Tensor, Tensor, Facts], Tensor]
@@ -16,10 +17,9 @@ RowLoss = Callable[[Tensor, Tensor, Facts], Tensor]
 
 def score_row(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies [L - 1] of one row."""
-    row = torch.tensor([list(ids)])
-    logits = model(input_ids=row, use_cache=False).logits[0, :-1]
-    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    return log_p.gather(1, row[0, 1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    logprobs, entropies = row_scores.score_row(model, torch.tensor(list(ids)), temperature, entropy=True)
+    assert entropies is not None
+    return logprobs, entropies
 
 
 def score_rows(model: nn.Module, rows: Sequence[Sequence[int]], temperature: float = 1.0):

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
 from treetrain.models.capability import causal_lm, model_device
 from treetrain.models.images import image_encoder, joined_images, reads_token_types
+from treetrain.models.row_scores import POSITIONS, scores_of_logits
 from treetrain.trainers.batches import (
     IGNORED,
     TOKEN_TYPES,
@@ -60,6 +62,8 @@ KIND_SHARE = 0.01
 """A kind's difference is relative to its norm, or to this share of the norm of all gradients if that is larger."""
 ROWS = 3
 """How many rows are compared."""
+PARTS = 8
+"""The tree of the rows runs as one part, and again in parts of so many times fewer tokens."""
 LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 """At least so many tokens are compared, and at most so many of a model whose memory cannot be predicted."""
 TRL_TILE, TRL_TILE_BYTES = 32_768, 36
@@ -71,8 +75,19 @@ _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
 
 
+class Answer(NamedTuple):
+    """What a tree gave for the call, under one plan."""
+
+    scores: Tensor
+    """Log-probabilities [B, L - 1], or rewards."""
+    loss: Tensor | None
+    """None if the trainer computes its own."""
+    gradients: list[Tensor]
+    """A sketch for each parameter."""
+
+
 class Difference(NamedTuple):
-    """How far the tree is from the plain model, all relative."""
+    """How far an answer is from the plain model, all relative."""
 
     scores: float
     gradients: float
@@ -102,8 +117,8 @@ def sample_of(call: ModelInputs, rows: Rows) -> Sample:
 class FirstStep:
     """Compares a few rows between the model's own forward and the tree: scores, gradients, and the loss if it is used.
 
-    The gradients are those of the loss, or of a random sum of the scores. First `run_plain`, then the tree answers
-    `batch` within `tree_run`, then `judge`.
+    The gradients are those of the loss, or of a random sum of the scores. First `run_plain`, then a tree of each of
+    `engines` answers `batch` within `tree_run`, then `judge`.
 
     Args:
         engine: for the unwrapped model, so that other ranks take no part unless they hold shards of it.
@@ -140,6 +155,21 @@ class FirstStep:
         self._seconds = 0.0
         self._plain_scores: Tensor | None = None
         self._plain_loss: Tensor | None = None
+        self._answers: list[Answer] = []
+
+    @property
+    def engines(self) -> list[TreeEngine]:
+        """The engine with two budgets: one runs the tree of the batch as one part, the other in several.
+
+        Gradients between parts go through caches, which a tree of one part does not have.
+        """
+        tokens, engines = tree_of([self._rows]).num_tokens, []
+        for budget in (tokens, max(tokens // PARTS, 1)):
+            engine = copy(self._engine)
+            engine.prepared = copy(self._engine.prepared)
+            engine.prepared.budget = budget
+            engines.append(engine)
+        return engines
 
     def run_plain(self, *, timed: bool = True) -> None:
         """Run the plain model forward and backward; if `timed`, once more to measure it, as the first also warms up."""
@@ -186,7 +216,7 @@ class FirstStep:
         if self._output_kind != "tokens":
             return self._plain(**batch)
         logits = self._plain(**{name: value for name, value in batch.items() if name != "labels"}).logits
-        return SimpleNamespace(log_probs=label_logprobs(logits / self._temperature, batch["labels"]))
+        return SimpleNamespace(log_probs=label_logprobs(logits, batch["labels"], self._temperature))
 
     def _batches_alone(self) -> list[ModelInputs]:
         """The call of each row by itself: without padding, its positions from 0.
@@ -235,8 +265,9 @@ class FirstStep:
     @contextmanager
     def tree_run(self) -> Iterator[None]:
         """The tree is scored inside the block."""
-        with sketched(self._parameters, self._size) as self._tree_gradients:
+        with sketched(self._parameters, self._size) as gradients:
             yield
+        self._answers.append(Answer(self._tree_scores, self._tree_loss, gradients))
 
     def backward_of_tree(self, output: Any, scores: Float[Tensor, "..."], scored: Scored) -> None:
         """Remember how the tree answers the call, and run its backward.
@@ -282,23 +313,13 @@ class FirstStep:
         Raises:
             RuntimeError: they differ by more than rounding.
         """
-        model, expected, tree = self._engine.model, self._plain_gradients, self._tree_gradients
+        model, plain_scores = self._engine.model, self._plain_scores
         dtype = compute_dtype(model, self.device)
-        worst, kind = _worst_kind([self._names[p] for p in self._parameters], tree, expected, dtype)
-        plain_scores = self._plain_scores
-        difference = Difference(
-            scores=0.0 if plain_scores is None else relative_error([self._tree_scores], [plain_scores]),
-            gradients=relative_error(tree, expected),
-            worst=worst,
-            worst_kind=kind,
-            losses=None
-            if self._plain_loss is None or self._tree_loss is None
-            else (float(self._plain_loss), float(self._tree_loss)),
-        )
+        differences = [self._difference(answer, dtype) for answer in self._answers]
         tf32 = dtype is torch.float32 and self.device.type == "cuda"
         tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
         limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
-        differs = not difference.scores <= limit  # also true of NaN
+        differs = not all(each.scores <= limit for each in differences)  # also true of NaN
         why = ""
         if repeatable and not self._alone and any(self._ranks.exchange(differs)):
             why = self._which_is_right(limit)
@@ -307,14 +328,31 @@ class FirstStep:
         if plain_scores is not None and not bool(plain_scores.isfinite().all()):
             weight = first_not_finite(model)
             why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
-        logger.info(_judged(difference, why, self._count, dtype, limit, loss_limit))
-        logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
+        for each, how in zip(differences, ("as one part", "in parts")):
+            logger.info(_judged(each, why, f"{self._count} rows {how}", dtype, limit, loss_limit))
+        logs = {
+            "tree/score_difference": max(each.scores for each in differences),
+            "tree/gradient_difference": max(each.gradients for each in differences),
+        }
         cost = self._engine.prepared.cost
         if cost is None or not self._seconds:
             return logs, None
         small = rows_of(self.batch, rewards=self._output_kind == "rewards", model=self._engine.model)
         work = linear_work(tree_of([small]), cost.counts.attention_ranges)
         return logs, cost.counts.flops(*work) / self._seconds
+
+    def _difference(self, answer: Answer, dtype: torch.dtype) -> Difference:
+        """How far an answer is from the plain model."""
+        names = [self._names[p] for p in self._parameters]
+        worst, kind = _worst_kind(names, answer.gradients, self._plain_gradients, dtype)
+        plain, loss = self._plain_scores, self._plain_loss
+        return Difference(
+            scores=0.0 if plain is None else relative_error([answer.scores], [plain]),
+            gradients=relative_error(answer.gradients, self._plain_gradients),
+            worst=worst,
+            worst_kind=kind,
+            losses=None if loss is None or answer.loss is None else (float(loss), float(answer.loss)),
+        )
 
     def _why_scores_differ(self) -> str:
         """Say why scores differ where the plain model was not called on each row by itself, or only so."""
@@ -331,7 +369,7 @@ class FirstStep:
             batches = self._batches_alone()
             own = [self._scores_of(self._call(batch), batch).flatten() for batch in batches][: self._count]
         alone = self._as_batch(own)
-        tree = relative_error([self._tree_scores.reshape(alone.shape)], [alone])
+        tree = max(relative_error([answer.scores.reshape(alone.shape)], [alone]) for answer in self._answers)
         batch = relative_error([self._plain_scores.reshape(alone.shape)], [alone])
         if tree <= limit and not batch <= limit:
             return (
@@ -344,14 +382,13 @@ class FirstStep:
         return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {REPORT}"
 
 
-def label_logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:
+def label_logprobs(
+    logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"], temperature: float = 1.0
+) -> Float[Tensor, "B _"]:
     """Log-probabilities of the labels' tokens [B, L - 1], 0 where there is no label; a few positions at a time."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    logprobs = logits.new_zeros(labels[:, 1:].shape, dtype=wide)
-    for row, column in zip(*(index.split(64) for index in (labels[:, 1:] != IGNORED).nonzero(as_tuple=True))):
-        scores = logits[row, column].to(wide)
-        chosen = scores.gather(1, labels[row, column + 1][:, None])[:, 0]
-        logprobs[row, column] = chosen - scores.logsumexp(1)
+    logprobs = logits.new_zeros(labels[:, 1:].shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    for row, column in zip(*(index.split(POSITIONS) for index in (labels[:, 1:] != IGNORED).nonzero(as_tuple=True))):
+        logprobs[row, column], _ = scores_of_logits(logits[row, column], labels[row, column + 1], temperature)
     return logprobs
 
 
@@ -409,10 +446,11 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
     first = FirstStep(engine, Sample(call, rows_of(call, model=engine.model), range(len(chosen))), "loss", plain)
     first.run_plain(timed=False)
     rows = rows_of(first.batch, model=engine.model)
-    with first.tree_run():
-        scored = engine.score(tree_of([rows]), mask=rows.masks)
-        scores = rows.batch(scored.logprobs)
-        first.backward_of_tree(CausalLMOutput(loss=-scores.sum() / rows.wanted.sum()), scores, scored)  # type: ignore[arg-type]
+    for each in first.engines:
+        with first.tree_run():
+            scored = each.score(tree_of([rows]), mask=rows.masks)
+            scores = rows.batch(scored.logprobs)
+            first.backward_of_tree(CausalLMOutput(loss=-scores.sum() / rows.wanted.sum()), scores, scored)  # type: ignore[arg-type]
     first.judge()
 
 
@@ -423,8 +461,11 @@ def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
     return limits.get(dtype, limits[torch.bfloat16])
 
 
-def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, limit: float, loss_limit: float) -> str:
+def _judged(difference: Difference, why: str, rows: str, dtype: torch.dtype, limit: float, loss_limit: float) -> str:
     """One sentence that says how far apart they are.
+
+    Args:
+        rows: how many, and how they ran.
 
     Raises:
         RuntimeError: by more than rounding.
@@ -432,26 +473,26 @@ def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, li
     allowed = f"(relative; at most {limit:g} in {dtype})"
     if not difference.scores <= limit:  # also true of NaN
         raise RuntimeError(
-            f"first step, {count} rows: log-probabilities (or rewards) of the plain model and with shared prefixes "
+            f"first step, {rows}: log-probabilities (or rewards) of the plain model and with shared prefixes "
             f"differ by {difference.scores:.1e} {allowed}. {why}. check=False does not compare"
         )
     if difference.losses is not None:
         plain, ours = difference.losses
         if not abs(plain - ours) <= loss_limit * abs(plain):
             raise RuntimeError(
-                f"first step, {count} rows: the model's own loss is {plain:.6g}, the cross-entropy that share_prefixes "
+                f"first step, {rows}: the model's own loss is {plain:.6g}, the cross-entropy that share_prefixes "
                 f"would train {ours:.6g}; their log-probabilities agree. The first has another loss_function, a term "
                 "that a forward adds, or an adapter's regularisation (AdaLoRA): remove it, train without "
                 "share_prefixes, or use tt.TreeTrainer with a loss of your own"
             )
     if not (difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit):
         raise RuntimeError(
-            f"first step, {count} rows: gradients of the plain model and with shared prefixes differ by "
+            f"first step, {rows}: gradients of the plain model and with shared prefixes differ by "
             f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. Train "
             "without share_prefixes and report this model, or pass check=False if such a difference is expected"
         )
     return (
-        f"{count} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
+        f"{rows} of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
         f"{difference.scores:.1e}, gradients by {difference.gradients:.1e} {allowed}"
     )
 

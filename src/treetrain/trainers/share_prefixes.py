@@ -506,14 +506,16 @@ class PrefixSharing:
         own, temperature = self._engine(forward.module, head), head.temperature
         first = FirstStep(own, sample, kind, forward.plain, temperature=temperature, alone=alone, ranks=ranks)
         first.run_plain()
-        with first.tree_run():
-            first.backward_of_tree(*self._answered(forward, head, first.batch))
+        for engine in first.engines:
+            with first.tree_run():
+                first.backward_of_tree(*self._answered(forward, head, first.batch, engine))
         self.gains.once, self.gains.plain_rate = first.judge(repeatable=True)
 
-    def _answered(self, forward: "TreeForward", head: FusedHead, batch: ModelInputs) -> tuple[Any, Tensor, "Scored"]:
+    def _answered(
+        self, forward: "TreeForward", head: FusedHead, batch: ModelInputs, engine: TreeEngine
+    ) -> tuple[Any, Tensor, "Scored"]:
         """The output that a call gets by itself, its scores as a batch, and what runs their backward."""
-        model = forward.module
-        rows, engine = self._rows_of(batch), self._engine(model, head)
+        model, rows = forward.module, self._rows_of(batch)
         scores = TreeScores(0, [rows])
         with self._balanced(model, batch):
             scored = scores.scored = self._run(engine, head, scores)

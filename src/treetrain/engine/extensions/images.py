@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from treetrain.data.images import SIZES, Image
 from treetrain.device_arrays import on_device
-from treetrain.engine.costs import CPU, is_checkpointed, tallied, without_data
+from treetrain.engine.costs import CPU, tallied, without_data
 from treetrain.engine.extension import Extension, ModelPass
 from treetrain.engine.lm_head import Scores
 from treetrain.engine.meters import Meter
 from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import causal_lm, model_device
+from treetrain.models.capability import causal_lm, is_checkpointed, model_device
 from treetrain.models.images import (
     ImageFeatures,
     attention_of,

@@ -1,6 +1,6 @@
 """Recurrent layers: their states travel from part to part beside the KV cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -16,14 +16,24 @@ from treetrain.planning.plan import Plan
 
 
 class Recurrence(Extension):
-    """Gives recurrent layers the paths of a part, and the states that it continues."""
+    """Gives recurrent layers the paths of a part, and the states that it continues.
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    Args:
+        may_need_gradients: whether something trained may come before the states of a layer.
+    """
+
+    def __init__(self, model: nn.Module, may_need_gradients: Callable[[Hashable], bool]):
+        self._model, self._may_need_gradients = model, may_need_gradients
         self._states: StateCache | None = None
 
     def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
-        self._states = StateCache(plan.layout.num_tokens, plan.cached_states, plan.attach, gradients=gradients)
+        self._states = StateCache(
+            plan.layout.num_tokens,
+            plan.cached_states,
+            plan.attach,
+            gradients=gradients,
+            may_need=lambda key: self._may_need_gradients(key[0]),
+        )
 
     @contextmanager
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
