@@ -50,6 +50,7 @@ from treetrain.trainers.checkpoint_files import (
     read_manifest,
     rotate,
 )
+from treetrain.trainers.plain_loading import check_random_state, load_metadata, without_code
 from treetrain.trainers.relied_on import TESTED, Members, missing_members, warn_if_untested
 from treetrain.trainers.run_facts import (
     FIXED,
@@ -389,8 +390,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 shutil.rmtree(working, ignore_errors=True)
             room = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there" if folder.is_dir() else "no folder"
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
+            said = _in_a_line(error) if isinstance(error, CheckpointException) else error
             raise CheckpointNotWritten(
-                f"{place} could not be written ({error}; {room}); {good}. Make room or make the folder writable, and "
+                f"{place} could not be written ({said}; {room}); {good}. Make room or make the folder writable, and "
                 f"go on with {self.how_to_resume}"
             ) from error
         self._last_good = place
@@ -433,12 +435,13 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with self._in_shards(Path(resume_from_checkpoint, SHARDS).is_dir()):
+        with without_code(), self._in_shards(_holds_shards(resume_from_checkpoint, SHARDS)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         wanted = [dict(group) for group in self.optimizer.param_groups]
-        with self._in_shards(checkpoint is not None and Path(checkpoint, SHARDS).is_dir()):
+        sharded = checkpoint is not None and _holds_shards(checkpoint, SHARDS)
+        with without_code(), self._in_shards(sharded):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.accept_changes:
             self._apply_changes(wanted)
@@ -455,13 +458,16 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                     self.lr_scheduler._last_lr[number] = group["lr"]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _named_misfits(checkpoint):
+        with _named_misfits(checkpoint), without_code():
+            for path in Path(checkpoint).glob("rng_state*.pth") if checkpoint else ():
+                if path.name in ("rng_state.pth", f"rng_state_{self.args.process_index}.pth"):
+                    check_random_state(path)
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         self._check_whole(best)
-        with self._in_shards((best / SHARDS).is_dir()):
+        with without_code(), self._in_shards(_holds_shards(best, SHARDS)):
             super()._load_best_model()
 
     def _restore_progress(self) -> None:
@@ -475,7 +481,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if read_manifest(path)["ranks"] == self.args.world_size:
             own = path / f"trainer_{self.args.process_index}.pt"
             # The device's type, since torch cannot load to cpu:0.
-            saved = torch.load(own, map_location=self.args.device.type, weights_only=True)
+            with without_code():
+                saved = torch.load(own, map_location=self.args.device.type)
             for name, value in saved.items():
                 old: Any = getattr(self, name, None)
                 if hasattr(old, "load_state_dict"):
@@ -485,12 +492,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             if not absent:
                 self._total_loss_scalar -= float(self._tr_loss)  # train() returns the mean over the steps of this call
         callbacks = self._callbacks()
-        if (path / CALLBACKS).is_dir():
+        if _holds_shards(path, CALLBACKS):
             states = {name: callback.state_dict() for name, callback in callbacks.items()}
             planner = DefaultLoadPlanner(allow_partial_load=True)
-            distributed_load(states, checkpoint_id=path / CALLBACKS, planner=planner)
+            with without_code():
+                distributed_load(states, checkpoint_id=path / CALLBACKS, planner=planner)
         else:
-            states = torch.load(path / f"{CALLBACKS}.pt", map_location="cpu", weights_only=True)
+            with without_code():
+                states = torch.load(path / f"{CALLBACKS}.pt", map_location="cpu")
         for name in callbacks.keys() & states.keys():
             callbacks[name].load_state_dict(states[name])
 
@@ -533,14 +542,30 @@ def _named_misfits(checkpoint: str | Path | None, restoring: _Restoring | None =
     """Turn errors of the libraries that load a checkpoint into a ValueError that names it; until training begins."""
     try:
         yield
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         ours = type(error).__module__.startswith("treetrain.") or isinstance(error, OSError | torch.OutOfMemoryError)
         if checkpoint is None or ours or (restoring is not None and restoring.done):
             raise
-        said = shortened(" ".join(str(error).split()))
-        raise ValueError(
-            f"cannot go on from {checkpoint}, which does not fit: {type(error).__name__}: {said}"
-        ) from error
+        raise ValueError(f"cannot go on from {checkpoint}, which does not fit: {_in_a_line(error)}") from error
+
+
+def _in_a_line(error: BaseException) -> str:
+    """An error of a library with its class; of one that torch.distributed.checkpoint collected, the first cause."""
+    if isinstance(error, CheckpointException):
+        error = next((cause for cause, _ in error.failures.values()), error)
+    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"
+
+
+def _holds_shards(checkpoint: str | Path, name: str) -> bool:
+    """Whether a folder of a checkpoint is one that torch.distributed.checkpoint wrote, by the manifest.
+
+    Raises UnpicklingError if its `.metadata` is not plain data: torch would log each of its tries.
+    """
+    written = f"{name}/.metadata" in read_manifest(Path(checkpoint))["files"]
+    if written:
+        with Path(checkpoint, name, ".metadata").open("rb") as file:
+            load_metadata(file)
+    return written
 
 
 OWN_STATE = ("_tr_loss", "_globalstep_last_logged", "skipped_steps")
