@@ -16,8 +16,8 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,7 +61,17 @@ from treetrain.trainers.run_facts import (
     facts_of_model,
     facts_of_rows,
 )
-from treetrain.trainers.run_folder import OWN, check_contents, check_name, delete, locked, mark
+from treetrain.trainers import run_folder
+from treetrain.trainers.run_folder import (
+    OWN,
+    FolderRefused,
+    check_contents,
+    check_links,
+    check_name,
+    delete,
+    locked,
+    mark,
+)
 from treetrain.trainers.skipped_steps import SkippedSteps, first_not_finite, skip_next_step
 from treetrain.trainers.stopping import StopWithCheckpoint, catch_signals
 
@@ -92,7 +102,7 @@ PROMISES: Mapping[str, Members] = {
 CALLBACKS = "callbacks"
 SHARDS = "pytorch_model_fsdp_0"
 """The folder of a checkpoint in which accelerate writes the shards of a model."""
-WORKING = os.path.join(OWN, "working")
+WORKING = os.path.join(OWN, run_folder.WORKING)
 """The folder, within that of the run, in which checkpoints are written and deleted."""
 
 
@@ -145,6 +155,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     _resumed: Path | None = None
     _began_at = 0
     _writing = False
+    _card: Callable[[], None] | None = None
     skipped_steps: SkippedSteps
     _facts: "dict[str, Json]"
 
@@ -396,8 +407,13 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 f"go on with {self.how_to_resume}"
             ) from error
         self._last_good = place
+        write_card, self._card = self._card, None
         if rank == 0:
-            with suppress(OSError):  # the new checkpoint is good; a full disk fails at the next one
+            with suppress(OSError, FolderRefused):  # the new checkpoint is good; a full disk fails at the next one
+                if write_card is not None:
+                    check_links(folder)
+                    write_card()
+            with suppress(OSError):
                 rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
 
     def _get_output_dir(self, trial: object) -> str:
@@ -406,6 +422,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; shards in a checkpoint are written with the optimiser instead."""
+        if not self._writing:
+            check_links(Path(output_dir or self.args.output_dir or "."))
         if self._writing or not _is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
         else:
@@ -413,9 +431,13 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """See `Trainer`. Inside a checkpoint, a card that cannot be written is left out: TRL's first rank writes it
-        before the shards, and after an error there the other ranks would wait."""
-        with suppress(OSError) if self._writing else nullcontext():
+        """See `Trainer`. TRL's first rank writes a card into the output folder before each checkpoint. It is written
+        after it: a run that dies in its first checkpoint leaves nothing that a restart would refuse to replace, and
+        other ranks do not wait for one that cannot write it."""
+        if self._writing:
+            self._card = partial(super().create_model_card, *args, **kwargs)
+        else:
+            check_links(Path(self.args.output_dir or "."))
             super().create_model_card(*args, **kwargs)
 
     @contextmanager
