@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -258,20 +260,20 @@ class Copies(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         shutil.copytree(self.folder, self.folder.with_name("backup"), dirs_exist_ok=True)
-        context = multiprocessing.get_context("fork")
-        here, there = context.Pipe()
-        process = context.Process(target=try_to_hold, args=(self.folder, there))
-        process.start()
-        self.said = here.recv()
-        process.join()
+        command = [sys.executable, "-c", SECOND, self.folder]
+        self.said = subprocess.run(command, capture_output=True, text=True).stdout
 
 
-def try_to_hold(folder: Path, pipe: Any) -> None:
-    try:
-        with locked(folder):
-            pipe.send("held by two")
-    except FolderRefused as error:
-        pipe.send(str(error))
+SECOND = """
+import sys
+from pathlib import Path
+from treetrain.trainers.run_folder import FolderRefused, locked
+try:
+    with locked(Path(sys.argv[1])):
+        print("held by two")
+except FolderRefused as error:
+    print(error)
+"""
 
 
 def test_the_lock_outlives_code_of_the_run_that_reads_its_file(tmp_path) -> None:
