@@ -72,7 +72,7 @@ from treetrain.trainers.run_folder import (
     locked,
     mark,
 )
-from treetrain.trainers.skipped_steps import SkippedSteps, first_not_finite, skip_next_step
+from treetrain.trainers.skipped_steps import SkippedSteps, not_finite, skip_next_step
 from treetrain.trainers.stopping import StopWithCheckpoint, catch_signals
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     lr_scheduler: LRScheduler
     _last_good: Path | None = None
     _resumed: Path | None = None
+    _never_finite: "set[tuple[str, str]]"
     _began_at = 0
     _writing = False
     _card: Callable[[], None] | None = None
@@ -216,6 +217,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         check_name(self.args.output_dir or "")
         folder, wanted, restoring = Path(self.args.output_dir or ""), resume_from_checkpoint, _Restoring(self)
         self.skipped_steps = SkippedSteps()
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        self._never_finite = {each for each in not_finite(self.model) if each[1] not in trained}
         with ExitStack() as stack:
             stack.callback(vars(self).update, _resumed=None)
             self._on_first(lambda: self._check_folder(folder, wanted))
@@ -333,13 +336,20 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return norm
 
     def _check_weights(self, when: str) -> None:
-        """Raise FloatingPointError on all ranks if a trained weight is NaN or infinite on any."""
+        """Raise FloatingPointError on all ranks if a weight, a buffer or optimizer state is NaN or infinite on any.
 
-        if name := next(filter(None, self._together(lambda: first_not_finite(self.model))), None):
+        Frozen weights and buffers that were so when the run began are as they should be, such as a mask of -inf.
+        """
+
+        def first() -> tuple[str, str] | None:
+            return next((each for each in not_finite(self.model, self.optimizer) if each not in self._never_finite), None)
+
+        if found := next(filter(None, self._together(first)), None):
+            what, name = found
             step = self.state.global_step + (when == "before")
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
             raise FloatingPointError(
-                f"the weights are not finite {when} step {step} ({name}), and are not saved; {good}. A lower "
+                f"the {what} are not finite {when} step {step} ({name}), and are not saved; {good}. A lower "
                 f"learning_rate than {self.args.learning_rate:g}, more warm-up or float32 may help "
                 f"({self.how_to_set.format('accept_changes')} lets a resumed run change them)"
             )
@@ -356,7 +366,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._load_rng_state(str(self._resumed))
         # With save_total_limit=1 transformers would delete the newest checkpoint here and leave the best one.
         with replaced(self.args, save_total_limit=None):
-            return super()._finalize_training(*args, **kwargs)
+            output = super()._finalize_training(*args, **kwargs)
+        self._check_weights("after")  # callbacks may have changed them when training ended
+        return output
 
     # ---- Saving
 
@@ -413,8 +425,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 if write_card is not None:
                     check_links(folder)
                     write_card()
-            with suppress(OSError):
-                rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
+            # Before a skipped step the weights may be ruined and finite: the older checkpoints may be the good ones.
+            if not self.skipped_steps.last:
+                with suppress(OSError):
+                    rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
 
     def _get_output_dir(self, trial: object) -> str:
         folder = super()._get_output_dir(trial)

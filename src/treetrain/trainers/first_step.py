@@ -44,7 +44,7 @@ from treetrain.trainers.batches import (
     rows_of,
     tree_of,
 )
-from treetrain.trainers.skipped_steps import first_not_finite
+from treetrain.trainers.skipped_steps import not_finite
 from treetrain.tree.stats import linear_work
 from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
 
@@ -305,7 +305,7 @@ class FirstStep:
         elif differs:
             why = self._why_scores_differ()
         if plain_scores is not None and not bool(plain_scores.isfinite().all()):
-            weight = first_not_finite(model)
+            weight = next((name for what, name in not_finite(model) if what == "weights"), None)
             why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
         logger.info(_judged(difference, why, self._count, dtype, limit, loss_limit))
         logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
