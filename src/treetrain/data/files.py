@@ -20,7 +20,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from treetrain.data.limits import within_memory
+from treetrain.data.killable import ChildError, Killable
 from treetrain.data.records import DECODER, Json, Notes, Record, field, objects, parse_json, without_nulls
 from treetrain.errors import DataError, quoted, shortened
 
@@ -382,44 +382,54 @@ def _members(path: Path, archive: zipfile.ZipFile, notes: Notes) -> list[zipfile
 
 
 def _read_table(path: Path, kind: str, notes: Notes) -> Found:
-    """The rows of a Parquet or Arrow file (the file and the stream form)."""
+    """The rows of a Parquet or Arrow file (the file and the stream form), which a process of its own reads."""
+    import pyarrow.parquet  # noqa: F401  # before the fork, so that the next file has it too
+    number, given, size = 0, 0, path.stat().st_size
+    read: Killable[tuple[list[str], list[Any], int] | None] = Killable(
+        partial(next, _table(path, kind), None), TABLE_BYTES
+    )
+    try:
+        while (found := read(0)) is not None:
+            names, rows, count = found
+            given += count
+            if given > max(BOMB_BYTES, BOMB_RATIO * size):
+                raise DataError(f"{size:,} bytes decompress to more than {given:,}; write smaller files")
+            for row in rows:
+                number += 1
+                yield f"{path} row {number}", without_nulls(dict(zip(names, row)))
+    except MemoryError as error:
+        raise DataError(f"{path}: the rows after {number} take more than {TABLE_BYTES:,} bytes; write JSONL") from error
+    except (DataError, ChildError) as error:
+        said = shortened(error.text if isinstance(error, ChildError) else error)
+        raise DataError(f"{path}: cannot be read as {kind} after row {number} ({said})") from error
+
+
+def _table(path: Path, kind: str) -> Iterator[tuple[list[str], list[Any], int]]:
+    """Names of columns, the values of at most 64 rows, and their bytes as Arrow's."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number, given, size = 0, 0, path.stat().st_size
-    # Threads that start while memory is limited may end the process on machines with many cores.
+    # Threads do not survive a fork, and their stacks count as memory.
     alone = pa.ipc.IpcReadOptions(use_threads=False)
-    try:
-        # Not memory-mapped: a file that another program cuts off would end this process.
-        with pa.OSFile(str(path)) as source:
-            if kind == "parquet":
-                parquet = pq.ParquetFile(source)
-                schema, batches = parquet.schema_arrow, parquet.iter_batches(64, use_threads=False)
-            else:
-                try:
-                    reader = pa.ipc.open_file(source, options=alone)
-                    batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-                except pa.ArrowInvalid:
-                    source.seek(0)
-                    batches = reader = pa.ipc.open_stream(source, options=alone)
-                schema = reader.schema
-            _check_columns(schema.names)
-            batches = iter(batches)
-            while (batch := within_memory(TABLE_BYTES, lambda: next(batches, None))) is not None:
-                batch.validate(full=True)
-                columns = [(name, _readable(name, column)) for name, column in zip(schema.names, batch.columns)]
-                for begin in range(0, batch.num_rows, 64):
-                    rows, count = within_memory(TABLE_BYTES, partial(_rows, columns, begin))
-                    given += count
-                    if given > max(BOMB_BYTES, BOMB_RATIO * size):
-                        raise DataError(f"{size:,} bytes decompress to more than {given:,}; write smaller files")
-                    for row in rows:
-                        number += 1
-                        yield f"{path} row {number}", without_nulls(dict(zip(schema.names, row)))
-    except MemoryError as error:
-        raise DataError(f"{path}: the rows after {number} take more than {TABLE_BYTES:,} bytes; write JSONL") from error
-    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as {kind} after row {number} ({shortened(error)})") from error
+    # Not memory-mapped: a file that another program cuts off would end the process.
+    with pa.OSFile(str(path)) as source:
+        if kind == "parquet":
+            parquet = pq.ParquetFile(source)
+            schema, batches = parquet.schema_arrow, parquet.iter_batches(64, use_threads=False)
+        else:
+            try:
+                reader = pa.ipc.open_file(source, options=alone)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            except pa.ArrowInvalid:
+                source.seek(0)
+                batches = reader = pa.ipc.open_stream(source, options=alone)
+            schema = reader.schema
+        _check_columns(schema.names)
+        for batch in batches:
+            batch.validate(full=True)
+            columns = [(name, _readable(name, column)) for name, column in zip(schema.names, batch.columns)]
+            for begin in range(0, batch.num_rows, 64):
+                yield schema.names, *_rows(columns, begin)
 
 
 def _check_columns(names: list[str]) -> None:
