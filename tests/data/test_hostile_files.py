@@ -23,7 +23,7 @@ import pyarrow.parquet
 import pytest
 
 import treetrain as tt
-from treetrain.data import chat, files
+from treetrain.data import chat, files, records
 from treetrain.data.killable import ChildError, Killable
 from treetrain.data.load import load
 from treetrain.errors import DataError
@@ -196,6 +196,24 @@ def test_members_of_an_archive_are_read_or_counted(tmp_path):
         load(tmp_path / "torn.zip")
 
 
+@pytest.mark.parametrize("many", ["{}", "[]", '{"a": 1}'])
+@pytest.mark.parametrize("form", ["line", "array", "text"])
+def test_a_record_of_more_lists_and_objects_than_memory_holds_is_refused_before_they_are_made(
+    tmp_path, monkeypatch, many, form
+):
+    monkeypatch.setattr(records, "CONTAINERS", 1000)
+    whole = '{"input_ids": [1, 2], "note": "' + "[{" * 2000 + '"}'
+    large = '{"input_ids": [1, 2], "x": [' + ", ".join([many] * 1000) + "]}"
+    text = {"line": "\n".join, "array": lambda rows: "[" + ",\n".join(rows) + "]"}.get(form, lambda rows: rows[0])
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text([whole, large] if form != "text" else [large.replace(", ", ",\n")]))
+    line = r"line \d" if form != "text" else "line 1"
+    with pytest.raises(DataError, match=rf"rows\.jsonl {line}.*: .*more than 1,000 lists and objects; write smaller"):
+        load(path)
+    path.write_text(text([whole] * 20))
+    assert len(ids(path)) == (20 if form != "text" else 1)
+
+
 # ---- Pickles
 
 
@@ -313,11 +331,11 @@ def test_files_with_flipped_bits_are_read_or_refused_and_never_end_the_process(t
         archive_of(path, [("a.jsonl", text)])
     else:
         written(path, pa.Table.from_pylist(rows))
-    command = [sys.executable, "-c", CORRUPT, str(path), "120"]
+    command = [sys.executable, "-c", CORRUPT, str(path), "60"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     read, refused = map(int, done.stdout.split())
-    assert read + refused == 120 and refused > 20
+    assert read + refused == 60 and refused > 10
 
 
 # ---- Values

@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from treetrain.data.killable import ChildError, Killable
-from treetrain.data.records import DECODER, Json, Notes, Record, field, objects, parse_json, without_nulls
+from treetrain.data.records import (
+    DECODER,
+    Json,
+    Notes,
+    Record,
+    check_containers,
+    field,
+    has_many_containers,
+    objects,
+    parse_json,
+    without_nulls,
+)
 from treetrain.errors import DataError, quoted, shortened
 
 if TYPE_CHECKING:
@@ -51,7 +62,7 @@ BLANK_LINES = 1_000_000
 """More blank lines than this, one after the other, are an error."""
 TABLE_BYTES = 1 << 32
 """64 rows of Parquet, or a batch of Arrow, that take more memory are an error: run lengths need few bytes in a file."""
-BOMB_BYTES = 1 << 28
+BOMB_BYTES = 1 << 26
 BOMB_RATIO = 500
 """A compressed file that gives more than `BOMB_BYTES`, and more than this many times its size, is an error."""
 
@@ -274,7 +285,10 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        text = line.decode("utf-8")
+        if has_many_containers(text):
+            check_containers(text)
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -308,11 +322,14 @@ def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataE
     line, array = 1, content.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
     try:
         text = content.decode("utf-8-sig")
+        large = has_many_containers(text)
         at = text.index("[") + 1 if array else 0
         while not (_END_OF_ARRAY if array else _END).match(text, at):
             between = (_COMMA if array and number else _BLANK).match(text, at)
             if between is None:
                 raise ValueError("expected ',', or ']' at the end of the text")
+            if large:
+                check_containers(text, between.end())
             value, at = _raw_decode(text, between.end())
             line, counted = line + text.count("\n", counted, between.end()), between.end()
             number += 1
@@ -321,6 +338,9 @@ def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataE
                 yield place, _object(value, "Every element must be a JSON object")
             except DataError as error:
                 yield place, error
+    except DataError as error:
+        line += text.count("\n", counted, at)
+        raise DataError(f"{name} line {line}: {error}") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         if number == 0:
             return False
