@@ -655,6 +655,11 @@ class Renderer:
             lone = re.search("[\ud800-\udfff]", pieces[0])
             what = f"the lone surrogate {lone[0]!r}" if lone else quoted(pieces[0])
             raise DataError(f"the rendered text holds {what}, which the tokenizer cannot read; take it out") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, as where its regular expression gives up
+                raise
+            said = shortened(error)
+            raise DataError(f"the tokenizer fails with the rendered text {quoted(pieces[0])} ({said})") from error
         self._cached += sum(map(len, pieces))
         if self._cached > CACHED_CHARACTERS:
             # Files may be larger than memory; shared pieces are cached again with the next rows.
