@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treetrain.cli.common import Parser, at_least, json_object, print_notes, read
+from treetrain.cli.common import Parser, at_least, console, json_object, print_notes, read
 from treetrain.errors import nearest, quoted
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def run(argv: Sequence[str]) -> int:
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        print(f"the {'model' if options.lora is None else 'adapter'} is in {folder.absolute()}")
+        what = "model" if options.lora is None else "adapter"
+        console().print(f"the {what} is in {folder.absolute()}", markup=False, soft_wrap=True)
     return 0
 
 

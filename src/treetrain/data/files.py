@@ -137,6 +137,7 @@ def _in_folder(path: Path, left: list[Path]) -> list[Path]:
         if found.is_dir() and not found.is_symlink():
             files += _in_folder(found, left)
         elif found.suffix.lower() in IN_FOLDERS:
+            _check_link(found, path)
             files.append(found)
         else:
             left.append(found)
@@ -157,7 +158,19 @@ def _of_dataset(path: Path) -> list[Path]:
                 raise DataError(f"`_data_files` names {quoted(name)}, which is no file of this folder")
     except DataError as error:
         raise DataError(f"{state}: {error}") from error
+    for name in names:
+        _check_link(path / name, path)
     return [path / name for name in names]
+
+
+def _check_link(file: Path, folder: Path) -> None:
+    """Raise DataError for a link that leads out of the folder; huggingface_hub's lead to the blobs beside it."""
+    if not file.is_symlink():
+        return
+    inside = [folder.resolve()]
+    inside += [parent.parent / "blobs" for parent in folder.resolve().parents if parent.name == "snapshots"]
+    if not any(file.resolve().is_relative_to(one) for one in inside):
+        raise DataError(f"{file} is a link to {quoted(os.readlink(file))}, out of the folder; name that file if you mean it")
 
 
 def _kind(path: Path) -> str:
@@ -181,6 +194,31 @@ def _pickle(path: Path) -> DataError:
         f"{path}: is a pickle, as torch.save and verl's DataProto.save_to_disk write them. Reading one can run any "
         "code, so it is not read; docs/data.md shows how to write it as Parquet"
     )
+
+
+def write_file(path: str | os.PathLike[str], text: str, *, begins: str = "") -> Path:
+    """Write a file, or replace one that begins like the text, whole; returns its path.
+
+    Args:
+        begins: the first characters of the text. A file without them is another's, and is not replaced.
+
+    Raises:
+        DataError: there is a link, a folder, or a file that begins otherwise.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise DataError(f"{path} is a link to {quoted(os.readlink(path))}, which is not written to; give another name")
+    if path.exists():
+        if not path.is_file():
+            raise DataError(f"{path} is no file, and is not written to; give another name")
+        with open(path, "rb") as file:
+            if (start := file.read(len(begins.encode()))) and start != begins.encode():
+                raise DataError(f"{path} is there, and treetrain did not write it; give another name, or delete it")
+    temporary = path.with_name(f".{os.getpid()}.{path.name}"[-200:])
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(temporary, path)
+    return path
 
 
 # JSON

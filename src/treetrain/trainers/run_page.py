@@ -17,8 +17,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
+from treetrain.data.files import write_file
 from treetrain.errors import DataError
-from treetrain.inspection.page import render
+from treetrain.inspection.page import BEGINS, render
 
 STATE = "trainer_state.json"
 COLOURS = {"c0": "#0b6fb8", "c1": "#d9730d", "c2": "#0b8a63", "c3": "#b0509a", "soft": "#5b6672", "grid": "#e9ecf0"}
@@ -68,10 +69,7 @@ def write_page(tree: str | Path, linear: str | Path | None, out: str | Path) -> 
         compared=compare_runs(run, other),
         **{each.__name__: each for each in (draw, ratio, differences, finite, si, written)},
     )
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write_file(out, text.lstrip(), begins=BEGINS)
 
 
 def read_run(folder: str | Path) -> Run:
