@@ -422,7 +422,7 @@ def _read_zip(path: Path, kind: str, notes: Notes) -> Found:
 
 def _members(path: Path, archive: zipfile.ZipFile, notes: Notes) -> list[zipfile.ZipInfo]:
     """The members to read; a remark counts the others, except in a log of Inspect, which has known ones."""
-    files = [member for member in archive.infolist() if not member.is_dir()]
+    files = [member for member in archive.infolist() if member.filename and not member.is_dir()]
     names = {member.filename for member in files}
     if any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):  # written by torch.save
         raise _pickle(path)

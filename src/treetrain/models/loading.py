@@ -268,6 +268,12 @@ def model_without_weights(config: "PreTrainedConfig", **options: object) -> "nn.
         ) from error
     except (RuntimeError, NotImplementedError, TypeError):  # its constructor computes with its weights
         return None
+    except Exception as error:
+        said = shortened(" ".join(str(error).split())) or "no reason is said"
+        raise DataError(
+            f"no {type(config).__name__} of these numbers can be built ({type(error).__name__}: {said}); correct its "
+            "config.json"
+        ) from error
     return model if "attn_implementation" in options else with_softcap(model)
 
 
@@ -302,8 +308,8 @@ def _check_source(name: str, source: str, options: dict[str, object]) -> None:
         check_config(config, **{k: options[k] for k in ("trust_remote_code", "attn_implementation") if k in options})
     except ImportError:  # a package that this attention needs is not installed
         return
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name}: {error}") from error
+    except (DataError, UnsupportedModel) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _config_of(source: str, options: dict[str, Any]) -> "PreTrainedConfig | None":
