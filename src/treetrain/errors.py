@@ -19,6 +19,23 @@ def shortened(text: object, length: int = 160) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def printable(text: object) -> str:
+    """A text with control characters as escapes: names in files could make a terminal hide or fake what it shows."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one in "\n\t" or one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text
+    )
+
+
+class _Printable(Exception):
+    """An error whose message may quote what others have written."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """Say which name was probably meant, or which names there are."""
     wrong, names = str(name).lower(), {each.lower(): each for each in known}
@@ -36,13 +53,13 @@ def expect(name: str, value: object, kinds: type | tuple[type, ...], wanted: str
         raise TypeError(f"{name} is {shown}a {type(value).__name__}; give {wanted}")
 
 
-class DataError(ValueError):
+class DataError(_Printable, ValueError):
     """Input data that cannot be used for training: a broken line, lengths that disagree, an id out of range."""
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(_Printable, ValueError):
     """A model, or a setting of one, whose gradients would not be exact on a tree. Raised before any work is done."""
 
 
-class RanksDisagree(RuntimeError):
+class RanksDisagree(_Printable, RuntimeError):
     """The ranks do not run the same step, or one of them failed; raised on every rank."""

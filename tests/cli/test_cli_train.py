@@ -113,6 +113,9 @@ def test_resume_from_checkpoint_false_begins_anew(treetrain, token_file, model_f
     assert treetrain(*argv, "--resume_from_checkpoint", "false").code == 0
 
 
+ALIASES = b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 31))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -121,6 +124,10 @@ def test_resume_from_checkpoint_false_begins_anew(treetrain, token_file, model_f
         ("model: tiny".encode("utf-16"), "run.yaml: byte 0 is not UTF-8; save the file as UTF-8"),
         (b"model: \xff", "run.yaml: byte 7 is not UTF-8"),
         (b"model: !!python/object/apply:os.system [touch ran]", "could not determine a constructor"),
+        (ALIASES, "run.yaml line 2: *a0 is an alias; write the value out"),
+        (b"model: " + b"[" * 3000 + b"]" * 3000, "run.yaml line 1: values are nested more than 20 deep"),
+        (b"model: 2020-13-45", "run.yaml: month must be in 1..12"),
+        (b"model: tiny\nseed: 1" + b"#" * (1 << 20), "run.yaml has more than 1,048,576 bytes"),
     ],
 )
 def test_a_wrong_yaml_file_is_refused_in_one_line_and_runs_no_code(treetrain, tmp_path, content, message) -> None:

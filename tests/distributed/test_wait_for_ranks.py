@@ -22,13 +22,38 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "rank 0, which the others meet at")])
+@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, r"rank 0, which the others meet at 127\.0\.0\.1:\d+")])
 def test_a_rank_that_does_not_start_is_named_in_bounded_time(rank: int, missing: str, two_ranks) -> None:
     two_ranks.setenv("RANK", str(rank))
     start = time.monotonic()
     with pytest.raises(RanksDisagree, match=f"rank {rank} of 2 has waited 1 s for {missing}: not started, or killed"):
         distributed.wait_for_ranks()
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"RANK": "5"}, "RANK='5'; give a whole number from 0 to 1"),
+        ({"RANK": "first"}, "RANK='first'; give a whole number"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT='x'; give"),
+        ({"RANK": None}, "has LOCAL_RANK and WORLD_SIZE, MASTER_ADDR, MASTER_PORT, but not RANK: start"),
+        ({"MASTER_PORT": None, "MASTER_ADDR": None}, "but not MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": None}, "but not WORLD_SIZE"),
+    ],
+)
+def test_a_rank_that_is_none_is_refused_at_once(changed: dict, words: str, two_ranks) -> None:
+    for name, value in {"LOCAL_RANK": "0", **changed}.items():
+        two_ranks.delenv(name, raising=False) if value is None else two_ranks.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        distributed.wait_for_ranks()
+
+
+def test_an_address_that_no_host_has_is_named(two_ranks) -> None:
+    two_ranks.setenv("RANK", "1")
+    two_ranks.setenv("MASTER_ADDR", "nowhere.invalid")
+    with pytest.raises(RanksDisagree, match="MASTER_ADDR='nowhere.invalid', a name that no host has"):
+        distributed.wait_for_ranks()
 
 
 def test_ranks_that_start_find_each_other(two_ranks) -> None:

@@ -18,6 +18,7 @@ from safe_runs import (
 )
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
+from treetrain.trainers import checkpoints
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin, check_files
 
 SETTINGS: dict[str, Any] = {
@@ -130,6 +131,29 @@ def test_a_model_card_that_cannot_be_written_is_left_out_of_a_checkpoint(tmp_pat
     check_files(tmp_path / "out" / "checkpoint-2")
     with pytest.raises(OSError, match="No space"):
         trainer.create_model_card()
+
+
+def test_a_trl_run_that_dies_in_its_first_checkpoint_starts_again(tmp_path, monkeypatch) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    kind = type("SafeSFT", (SafeCheckpointsMixin, trl.SFTTrainer), {})
+
+    def make() -> Any:
+        args = trl.SFTConfig(output_dir=str(tmp_path / "out"), **SETTINGS | {"max_steps": 2})
+        data = datasets.Dataset.from_list(rows())
+        return kind(model=tiny_model(), args=args, train_dataset=data, processing_class=tokenizer())
+
+    class Killed(BaseException):
+        """As if the process ended here."""
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(checkpoints, "commit", dies)
+        make().train()
+    make().train(resume_from_checkpoint=True)
+    check_files(tmp_path / "out" / "checkpoint-2")
+    assert (tmp_path / "out" / "README.md").is_file()
 
 
 @pytest.mark.slow

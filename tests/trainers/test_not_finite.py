@@ -137,6 +137,51 @@ def test_weights_that_are_not_finite_are_never_saved_nor_the_end_of_a_run(step: 
     assert all(bool(each.isfinite().all()) for each in weights(again))
 
 
+def test_while_steps_are_skipped_no_older_checkpoint_is_deleted(tmp_path) -> None:
+    # After step 2 the weights are ruined: still finite, but no gradient is.
+    trainer = make_trainer(tmp_path / "out", kind=poisons(SafeTrainer, (3, 4, 5)), save_steps=1, save_total_limit=1)
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        trainer.train()
+    assert {*saved_steps(tmp_path / "out")} == {2, 3, 4, 5}
+
+
+class Spoils(TrainerCallback):
+    """Makes something infinite at the end of a step, or of the run."""
+
+    def __init__(self, what: str, at_the_end: bool = False) -> None:
+        self.what, self.at_the_end = what, at_the_end
+
+    def spoil(self, model: Any, optimizer: Any) -> None:
+        parameter = model.model.norm.weight
+        tensor = {
+            "weights": parameter,
+            "buffers": model.seen,
+            "states of the optimizer": next(iter(optimizer.state.values()), {}).get("exp_avg_sq", parameter),
+        }[self.what]
+        with torch.no_grad():
+            tensor.view(-1)[0] = math.inf
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 3 and not self.at_the_end:
+            self.spoil(more["model"], more["optimizer"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if self.at_the_end:
+            self.spoil(more["model"], more["optimizer"])
+
+
+@pytest.mark.parametrize("what", ["weights", "buffers", "states of the optimizer"])
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_nothing_that_is_not_finite_is_saved_as_good(what: str, at_the_end: bool, tmp_path) -> None:
+    trainer = make_trainer(tmp_path / "out", max_steps=4, callbacks=(Spoils(what, at_the_end),))
+    trainer.model.model.norm.weight.requires_grad_(what != "weights")  # a frozen one
+    trainer.model.register_buffer("seen", torch.ones(3))
+    trainer.model.register_buffer("mask", torch.full((2,), -math.inf))  # as it should be
+    with pytest.raises(FloatingPointError, match=f"the {what} are not finite (after|before) step"):
+        trainer.train()
+    assert {*saved_steps(tmp_path / "out")} == ({2, 4} if at_the_end else {2})
+
+
 @pytest.mark.slow
 def test_a_tree_trainer_skips_too_and_logs_the_mean_of_the_other_steps(tmp_path) -> None:
     trainer = make_tree_trainer(tmp_path / "out", kind_of=lambda kind: poisons(kind, (5,)), max_steps=7)

@@ -2,7 +2,11 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from transformers import TrainerCallback
 
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin
-from treetrain.trainers.run_folder import LOCK, OWN, FolderRefused, check_contents, check_name, locked
+from treetrain.trainers.run_folder import LOCK, MARK, MARK_TEXT, OWN, FolderRefused, check_contents, check_name, locked
 
 # ---- Names
 
@@ -95,6 +99,32 @@ FOREIGN: dict[str, list[str]] = {
     "own name": [".treetrain/notes"],
     "own name as a file": [".treetrain"],
 }
+
+
+@pytest.mark.parametrize("left", ["", "Written by tree"])
+def test_a_mark_that_a_full_disk_cut_off_does_not_keep_a_run_from_starting_again(left: str, tmp_path) -> None:
+    for names in ([], ["lock"]):
+        fill(tmp_path / "out", [f"{OWN}/{MARK}", *(f"{OWN}/{name}" for name in names)])
+        (tmp_path / "out" / OWN / MARK).write_text(left)
+        make_trainer(tmp_path / "out", max_steps=1, save_strategy="no").train(resume_from_checkpoint=True)
+        assert (tmp_path / "out" / OWN / MARK).read_text() == MARK_TEXT
+
+
+@pytest.mark.parametrize("target", ["theirs", "nothing"])
+@pytest.mark.parametrize("resume", [None, True])
+def test_links_in_the_place_of_what_a_run_writes_are_refused_and_not_written_through(target, resume, tmp_path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / target
+    fill(tmp_path, ["theirs"])
+    if resume:
+        make_trainer(out, max_steps=1).train()
+    out.mkdir(exist_ok=True)
+    (out / "config.json").symlink_to(elsewhere)
+    trainer = make_trainer(out, max_steps=2)
+    trainer.overwrite_output_dir = True
+    for call in (lambda: trainer.train(resume_from_checkpoint=resume), trainer.save_model):
+        with pytest.raises(FolderRefused, match=r"holds the link config\.json to .*take it away"):
+            call()
+    assert (tmp_path / "theirs").read_text() == "what is in theirs" and not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -212,7 +242,7 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended_ho
 def test_two_runs_of_one_process_cannot_share_a_folder_either(tmp_path) -> None:
     class Second(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            with pytest.raises(FolderRefused, match="in this process"):
+            with pytest.raises(FolderRefused, match="another run writes to"):
                 make_trainer(tmp_path / "out").train()
             with locked(tmp_path / "other"):
                 pass
@@ -220,6 +250,60 @@ def test_two_runs_of_one_process_cannot_share_a_folder_either(tmp_path) -> None:
     make_trainer(tmp_path / "out", max_steps=1, callbacks=(Second(),)).train()
     with locked(tmp_path / "out"), pytest.raises(FolderRefused), locked(tmp_path / "out"):
         pass
+
+
+class Copies(TrainerCallback):
+    """A backup of the folder while the run goes on, and what a second run says then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, ""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        shutil.copytree(self.folder, self.folder.with_name("backup"), dirs_exist_ok=True)
+        command = [sys.executable, "-c", SECOND, self.folder]
+        self.said = subprocess.run(command, capture_output=True, text=True).stdout
+
+
+SECOND = """
+import sys
+from pathlib import Path
+from treetrain.trainers.run_folder import FolderRefused, locked
+try:
+    with locked(Path(sys.argv[1])):
+        print("held by two")
+except FolderRefused as error:
+    print(error)
+"""
+
+
+def test_the_lock_outlives_code_of_the_run_that_reads_its_file(tmp_path) -> None:
+    copies = Copies(tmp_path / "out")
+    make_trainer(tmp_path / "out", max_steps=1, callbacks=(copies,)).train()
+    assert "another run writes to" in copies.said
+
+
+def test_a_child_of_a_killed_run_does_not_keep_its_lock(tmp_path) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def hold_with_child() -> None:
+        with locked(tmp_path):
+            if (child := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            there.send(child)
+            time.sleep(60)
+
+    process = context.Process(target=hold_with_child)
+    process.start()
+    child = here.recv()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    try:
+        with locked(tmp_path):
+            os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "folder"])
@@ -248,7 +332,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch) -> None
     def none(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", none)
+    monkeypatch.setattr(fcntl, "fcntl", none)
     with pytest.warns(RuntimeWarning, match="its file system has no locks"), locked(tmp_path):
         pass
 

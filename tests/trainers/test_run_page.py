@@ -163,3 +163,32 @@ def test_the_command_writes_the_page_of_one_run_and_its_legends_name_the_step(tm
     assert f" at step {last}</b>" in text and "linear: all measures" not in text
     assert main(["page", str(run), str(run), "--html", str(page)]) == 0
     assert "linear: all measures" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no JSON of a run"),
+        ("[" * 100_000, "is no JSON of a run"),
+        ("[]", "`log_history` is None, expected a list"),
+        ('{"log_history": 3}', "`log_history` is 3"),
+        ('{"log_history": [3]}', r"`log_history\.0` is 3, expected an object"),
+        ('{"log_history": [{"loss": 1.0}]}', r"`log_history\.0\.step` is None, expected a whole number"),
+        ('{"log_history": [{"step": "1", "loss": 1}]}', r"`log_history\.0\.step` is '1'"),
+        ('{"log_history": [{"step": 1.5, "loss": 1}]}', r"`log_history\.0\.step` is 1\.5"),
+        ('{"log_history": [{"step": 1, "loss": 1' + "0" * 400 + "}]}", r"`log_history\.0\.loss` is 1000"),
+        ('{"log_history": [{"step": 1, "loss": 1e300}]}', r"`log_history\.0\.loss` is 1e\+300"),
+    ],
+    ids=range(10),
+)
+def test_a_state_that_no_run_wrote_is_refused_with_file_and_field(text: str, message: str, tmp_path) -> None:
+    (tmp_path / "trainer_state.json").write_text(text)
+    with pytest.raises(DataError, match=rf"trainer_state\.json: {message}"):
+        write_page(tmp_path, None, tmp_path / "run.html")
+
+
+def test_values_of_other_kinds_are_no_figures(tmp_path) -> None:
+    entries = [{"step": n, "loss": 1.0 / n, "x": True, "y": [1], "z": None, "w": math.nan} for n in (1, 2, 3)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
+    assert set(read_run(tmp_path)) == {"loss", "w"}
+    write_page(tmp_path, None, tmp_path / "run.html")

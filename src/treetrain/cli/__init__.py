@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from treetrain import __version__
-from treetrain.errors import RanksDisagree, nearest
+from treetrain.errors import RanksDisagree, nearest, printable
 
 COMMANDS = {
     "inspect": "how much the rows of a file share, and what computing it once is worth",
@@ -105,5 +105,5 @@ def _fail(message: str, code: int) -> int:
     line = f"treetrain: {' '.join(message.split())}"
     if len(line) > LONGEST:  # the end often says what to do
         line = f"{line[: LONGEST - 125]} ... {line[-120:]}"
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)
     return code

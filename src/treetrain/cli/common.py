@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from treetrain.errors import nearest
+from treetrain.errors import nearest, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -176,6 +176,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
 
     The model determines the tokenizer, and the vocabulary size and length that rows must fit.
     """
+    from treetrain.data.files import write_file
     from treetrain.data.load import detect_format, load
     from treetrain.planning.make import parse_budget
 
@@ -205,7 +206,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     )
     notes = loaded.notes
     if loaded.skipped:
-        Path(SKIPPED).write_text("".join(line + "\n" for line in loaded.skipped), encoding="utf-8")
+        write_file(SKIPPED, "".join(line + "\n" for line in loaded.skipped))
         notes = (*notes, f"the skipped records are listed in {SKIPPED}")
     return ReadRows(loaded.trajectories, notes, loaded.format, None if kind.tokens else options.view, tokenizer)
 
@@ -245,8 +246,14 @@ def console(*, stderr: bool = False) -> "Console":
     """A console that wraps at the terminal's width, or at 160 columns if there is no terminal."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=160)
+    class Printing(Console):
+        """Escapes control characters of texts; those of styles are rich's own."""
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **options)
+
+    made = Printing(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Printing(stderr=stderr, highlight=False, width=160)
 
 
 def print_json(data: Mapping[str, object]) -> None:
@@ -257,7 +264,7 @@ def print_json(data: Mapping[str, object]) -> None:
 def print_notes(notes: Iterable[str]) -> None:
     """Print remarks on stderr, one line each."""
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> "Table":
@@ -267,7 +274,7 @@ def pairs(rows: Iterable[tuple[str, str]]) -> "Table":
 
     made = Table.grid(padding=(0, 2, 0, 0))
     for name, value in rows:
-        made.add_row(f"[dim]{name}[/]", escape(value))
+        made.add_row(f"[dim]{escape(printable(name))}[/]", escape(printable(value)))
     return made
 
 
@@ -281,7 +288,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*(escape(printable(cell)) for cell in row))
     return made
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treetrain.cli.common import Parser
+from treetrain.cli.common import Parser, console
 
 SUMMARY = (
     "One self-contained page about a run: losses, evaluations, speed, memory and all other logs, by step; with "
@@ -25,5 +25,5 @@ def run(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(argv)
     from treetrain.trainers.run_page import write_page
 
-    print(f"the page is {write_page(options.run, options.linear, options.html)}")
+    console().print(f"the page is {write_page(options.run, options.linear, options.html)}", markup=False, soft_wrap=True)
     return 0

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treetrain.cli.common import Parser, at_least, json_object, print_notes, read
+from treetrain.cli.common import Parser, at_least, console, json_object, print_notes, read
 from treetrain.errors import nearest, quoted
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ SUMMARY = (
     "transformers.TrainingArguments are known, and mean what they mean there. On several processes: torchrun "
     "--nproc-per-node 8 -m treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --output_dir out --fsdp"
 )
+
+
+YAML_BYTES, YAML_DEPTH = 1 << 20, 20
+"""A file of options that is larger, or nested deeper, is an error."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -62,7 +66,8 @@ def run(argv: Sequence[str]) -> int:
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        print(f"the {'model' if options.lora is None else 'adapter'} is in {folder.absolute()}")
+        what = "model" if options.lora is None else "adapter"
+        console().print(f"the {what} is in {folder.absolute()}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -103,20 +108,42 @@ def read_yaml(path: str) -> object:
     """Read a YAML file of plain values.
 
     Raises:
-        ValueError: no YAML, no UTF-8, or a key that is there twice.
+        ValueError: no YAML, no UTF-8, a key that is there twice, an alias, or more than a file of options needs.
     """
     import yaml
 
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            content = file.read(YAML_BYTES + 1)
+        if len(content) > YAML_BYTES:
+            raise ValueError(f"{path} has more than {YAML_BYTES:,} bytes, which no file of options needs")
+        text = content.decode("utf-8-sig")
+        _check_events(yaml.parse(text, yaml.SafeLoader), path)
         _check_keys(yaml.compose(text, yaml.SafeLoader), path)
-        return yaml.safe_load(text)
+        try:
+            return yaml.safe_load(text)
+        except ValueError as error:  # a date or a number that Python does not have
+            raise ValueError(f"{path}: {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML file: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _check_events(events: "Iterable[yaml.Event]", path: str) -> None:
+    """Refuse aliases, of which a few lines stand for more than any memory, and values that are nested without bound."""
+    import yaml
+
+    depth = 0
+    for event in events:
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"{path} line {line}: *{event.anchor} is an alias; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > YAML_DEPTH:
+            raise ValueError(f"{path} line {line}: values are nested more than {YAML_DEPTH} deep")
 
 
 def _check_keys(node: "yaml.Node | None", path: str) -> None:

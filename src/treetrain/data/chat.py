@@ -12,17 +12,18 @@ import dataclasses
 import hashlib
 import json
 import re
+import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.limits import within, within_memory
+from treetrain.data.killable import ChildError, Killable
 from treetrain.data.log_images import PlacedImage, images_in, listed_images
 from treetrain.data.messages import MESSAGE_KEYS, Message, PlaceImage, clean_messages, clean_tools, is_number
 from treetrain.data.records import (
@@ -482,12 +483,22 @@ def chat_template_text(template: str | None) -> str | None:
         ) from error
 
 
-def _check_powers(template: str) -> None:
-    """Raise DataError for a template with `**`: one power of large numbers may take years, and nothing can end it."""
-    with contextlib.suppress(jinja2.TemplateSyntaxError):  # it is raised again where the template is rendered
-        for line, kind, text in jinja2.Environment().lex(template):
-            if kind == "operator" and text == "**":
-                raise DataError(f"line {line} of the chat template has the operator **, which may take without end")
+_RENDERING: weakref.WeakKeyDictionary[Any, tuple[object, Killable[str]]] = weakref.WeakKeyDictionary()
+"""Tokenizer -> what its templates read of it, and the process that renders them."""
+
+
+def _rendering(tokenizer: Any) -> Killable[str]:
+    """The process that renders templates with this tokenizer as it is now."""
+    state = repr((getattr(tokenizer, "chat_template", None), getattr(tokenizer, "special_tokens_map", None)))
+    before, process = _RENDERING.get(tokenizer, (None, None))
+    if process is None or before != state or not type(tokenizer).__module__.startswith("transformers."):
+        process = Killable(partial(_apply_template, weakref.ref(tokenizer)), RENDER_BYTES)
+        _RENDERING[tokenizer] = state, process
+    return process
+
+
+def _apply_template(tokenizer: "weakref.ref[Any]", messages: list[Message], tools: Tools, options: Json) -> str:
+    return tokenizer().apply_chat_template(messages, tools=tools, **options)
 
 
 class Renderer:
@@ -505,7 +516,7 @@ class Renderer:
         self.is_fast = bool(getattr(tokenizer, "is_fast", False))
         self.template = chat_template_text(chat_template)
         self.source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
-        _check_powers(self.source)
+        self._render = _rendering(tokenizer)
         self._renders_tools = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
@@ -527,22 +538,15 @@ class Renderer:
         options = {"chat_template": self.template, "add_generation_prompt": prompt, "tokenize": False}
         other = "pass another template, e.g. --chat-template chatml"
         try:
-            return within_memory(
-                RENDER_BYTES,
-                lambda: within(
-                    RENDER_SECONDS,
-                    lambda: self.tokenizer.apply_chat_template(list(messages), tools=tools, **options),
-                ),
-            )
+            return self._render(RENDER_SECONDS, list(messages), tools, options)
         except (TimeoutError, MemoryError) as error:
             most = f"{RENDER_SECONDS} s" if isinstance(error, TimeoutError) else f"{RENDER_BYTES:,} bytes"
             raise DataError(
                 f"the chat template takes more than {most} for {len(messages)} messages; {other}"
             ) from error
-        except Exception as error:  # a template is third-party code: it may raise anything
+        except ChildError as error:  # a template is third-party code: it may raise anything
             raise DataError(
-                f"the chat template refuses these messages ({type(error).__name__}: {shortened(error)}); "
-                f"change the messages or {other}"
+                f"the chat template refuses these messages ({shortened(error)}); change the messages or {other}"
             ) from error
 
     def check_tools(self, messages: Sequence[Message], tools: Tools) -> None:
@@ -651,6 +655,11 @@ class Renderer:
             lone = re.search("[\ud800-\udfff]", pieces[0])
             what = f"the lone surrogate {lone[0]!r}" if lone else quoted(pieces[0])
             raise DataError(f"the rendered text holds {what}, which the tokenizer cannot read; take it out") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, as where its regular expression gives up
+                raise
+            said = shortened(error)
+            raise DataError(f"the tokenizer fails with the rendered text {quoted(pieces[0])} ({said})") from error
         self._cached += sum(map(len, pieces))
         if self._cached > CACHED_CHARACTERS:
             # Files may be larger than memory; shared pieces are cached again with the next rows.

@@ -20,8 +20,19 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from treetrain.data.limits import within_memory
-from treetrain.data.records import DECODER, Json, Notes, Record, field, objects, parse_json, without_nulls
+from treetrain.data.killable import ChildError, Killable
+from treetrain.data.records import (
+    DECODER,
+    Json,
+    Notes,
+    Record,
+    check_containers,
+    field,
+    has_many_containers,
+    objects,
+    parse_json,
+    without_nulls,
+)
 from treetrain.errors import DataError, quoted, shortened
 
 if TYPE_CHECKING:
@@ -51,7 +62,7 @@ BLANK_LINES = 1_000_000
 """More blank lines than this, one after the other, are an error."""
 TABLE_BYTES = 1 << 32
 """64 rows of Parquet, or a batch of Arrow, that take more memory are an error: run lengths need few bytes in a file."""
-BOMB_BYTES = 1 << 28
+BOMB_BYTES = 1 << 26
 BOMB_RATIO = 500
 """A compressed file that gives more than `BOMB_BYTES`, and more than this many times its size, is an error."""
 
@@ -140,6 +151,7 @@ def _in_folder(path: Path, left: list[Path]) -> list[Path]:
         if found.is_dir() and not found.is_symlink():
             files += _in_folder(found, left)
         elif found.suffix.lower() in IN_FOLDERS:
+            _check_link(found, path)
             files.append(found)
         else:
             left.append(found)
@@ -160,7 +172,19 @@ def _of_dataset(path: Path) -> list[Path]:
                 raise DataError(f"`_data_files` names {quoted(name)}, which is no file of this folder")
     except DataError as error:
         raise DataError(f"{state}: {error}") from error
+    for name in names:
+        _check_link(path / name, path)
     return [path / name for name in names]
+
+
+def _check_link(file: Path, folder: Path) -> None:
+    """Raise DataError for a link that leads out of the folder; huggingface_hub's lead to the blobs beside it."""
+    if not file.is_symlink():
+        return
+    inside = [folder.resolve()]
+    inside += [parent.parent / "blobs" for parent in folder.resolve().parents if parent.name == "snapshots"]
+    if not any(file.resolve().is_relative_to(one) for one in inside):
+        raise DataError(f"{file} is a link to {quoted(os.readlink(file))}, out of the folder; name that file if you mean it")
 
 
 def _kind(path: Path) -> str:
@@ -184,6 +208,31 @@ def _pickle(path: Path) -> DataError:
         f"{path}: is a pickle, as torch.save and verl's DataProto.save_to_disk write them. Reading one can run any "
         "code, so it is not read; docs/data.md shows how to write it as Parquet"
     )
+
+
+def write_file(path: str | os.PathLike[str], text: str, *, begins: str = "") -> Path:
+    """Write a file, or replace one that begins like the text, whole; returns its path.
+
+    Args:
+        begins: the first characters of the text. A file without them is another's, and is not replaced.
+
+    Raises:
+        DataError: there is a link, a folder, or a file that begins otherwise.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise DataError(f"{path} is a link to {quoted(os.readlink(path))}, which is not written to; give another name")
+    if path.exists():
+        if not path.is_file():
+            raise DataError(f"{path} is no file, and is not written to; give another name")
+        with open(path, "rb") as file:
+            if (start := file.read(len(begins.encode()))) and start != begins.encode():
+                raise DataError(f"{path} is there, and treetrain did not write it; give another name, or delete it")
+    temporary = path.with_name(f".{os.getpid()}.{path.name}"[-200:])
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(temporary, path)
+    return path
 
 
 # JSON
@@ -288,7 +337,10 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        text = line.decode("utf-8")
+        if has_many_containers(text):
+            check_containers(text)
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -322,11 +374,14 @@ def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataE
     line, array = 1, content.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
     try:
         text = content.decode("utf-8-sig")
+        large = has_many_containers(text)
         at = text.index("[") + 1 if array else 0
         while not (_END_OF_ARRAY if array else _END).match(text, at):
             between = (_COMMA if array and number else _BLANK).match(text, at)
             if between is None:
                 raise ValueError("expected ',', or ']' at the end of the text")
+            if large:
+                check_containers(text, between.end())
             value, at = _raw_decode(text, between.end())
             line, counted = line + text.count("\n", counted, between.end()), between.end()
             number += 1
@@ -335,6 +390,9 @@ def _documents(content: bytes, name: str) -> Generator[tuple[str, Record | DataE
                 yield place, _object(value, "Every element must be a JSON object")
             except DataError as error:
                 yield place, error
+    except DataError as error:
+        line += text.count("\n", counted, at)
+        raise DataError(f"{name} line {line}: {error}") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         if number == 0:
             return False
@@ -378,7 +436,7 @@ def _read_zip(path: Path, kind: str, notes: Notes) -> Found:
 
 def _members(path: Path, archive: zipfile.ZipFile, notes: Notes) -> list[zipfile.ZipInfo]:
     """The members to read; a remark counts the others, except in a log of Inspect, which has known ones."""
-    files = [member for member in archive.infolist() if not member.is_dir()]
+    files = [member for member in archive.infolist() if member.filename and not member.is_dir()]
     names = {member.filename for member in files}
     if any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):  # written by torch.save
         raise _pickle(path)
@@ -396,44 +454,54 @@ def _members(path: Path, archive: zipfile.ZipFile, notes: Notes) -> list[zipfile
 
 
 def _read_table(path: Path, kind: str, notes: Notes) -> Found:
-    """The rows of a Parquet or Arrow file (the file and the stream form)."""
+    """The rows of a Parquet or Arrow file (the file and the stream form), which a process of its own reads."""
+    import pyarrow.parquet  # noqa: F401  # before the fork, so that the next file has it too
+    number, given, size = 0, 0, path.stat().st_size
+    read: Killable[tuple[list[str], list[Any], int] | None] = Killable(
+        partial(next, _table(path, kind), None), TABLE_BYTES
+    )
+    try:
+        while (found := read(0)) is not None:
+            names, rows, count = found
+            given += count
+            if given > max(BOMB_BYTES, BOMB_RATIO * size):
+                raise DataError(f"{size:,} bytes decompress to more than {given:,}; write smaller files")
+            for row in rows:
+                number += 1
+                yield f"{path} row {number}", without_nulls(dict(zip(names, row)))
+    except MemoryError as error:
+        raise DataError(f"{path}: the rows after {number} take more than {TABLE_BYTES:,} bytes; write JSONL") from error
+    except (DataError, ChildError) as error:
+        said = shortened(error.text if isinstance(error, ChildError) else error)
+        raise DataError(f"{path}: cannot be read as {kind} after row {number} ({said})") from error
+
+
+def _table(path: Path, kind: str) -> Iterator[tuple[list[str], list[Any], int]]:
+    """Names of columns, the values of at most 64 rows, and their bytes as Arrow's."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number, given, size = 0, 0, path.stat().st_size
-    # Threads that start while memory is limited may end the process on machines with many cores.
+    # Threads do not survive a fork, and their stacks count as memory.
     alone = pa.ipc.IpcReadOptions(use_threads=False)
-    try:
-        # Not memory-mapped: a file that another program cuts off would end this process.
-        with pa.OSFile(str(path)) as source:
-            if kind == "parquet":
-                parquet = pq.ParquetFile(source)
-                schema, batches = parquet.schema_arrow, parquet.iter_batches(64, use_threads=False)
-            else:
-                try:
-                    reader = pa.ipc.open_file(source, options=alone)
-                    batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-                except pa.ArrowInvalid:
-                    source.seek(0)
-                    batches = reader = pa.ipc.open_stream(source, options=alone)
-                schema = reader.schema
-            _check_columns(schema.names)
-            batches = iter(batches)
-            while (batch := within_memory(TABLE_BYTES, lambda: next(batches, None))) is not None:
-                batch.validate(full=True)
-                columns = [(name, _readable(name, column)) for name, column in zip(schema.names, batch.columns)]
-                for begin in range(0, batch.num_rows, 64):
-                    rows, count = within_memory(TABLE_BYTES, partial(_rows, columns, begin))
-                    given += count
-                    if given > max(BOMB_BYTES, BOMB_RATIO * size):
-                        raise DataError(f"{size:,} bytes decompress to more than {given:,}; write smaller files")
-                    for row in rows:
-                        number += 1
-                        yield f"{path} row {number}", without_nulls(dict(zip(schema.names, row)))
-    except MemoryError as error:
-        raise DataError(f"{path}: the rows after {number} take more than {TABLE_BYTES:,} bytes; write JSONL") from error
-    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as {kind} after row {number} ({shortened(error)})") from error
+    # Not memory-mapped: a file that another program cuts off would end the process.
+    with pa.OSFile(str(path)) as source:
+        if kind == "parquet":
+            parquet = pq.ParquetFile(source)
+            schema, batches = parquet.schema_arrow, parquet.iter_batches(64, use_threads=False)
+        else:
+            try:
+                reader = pa.ipc.open_file(source, options=alone)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            except pa.ArrowInvalid:
+                source.seek(0)
+                batches = reader = pa.ipc.open_stream(source, options=alone)
+            schema = reader.schema
+        _check_columns(schema.names)
+        for batch in batches:
+            batch.validate(full=True)
+            columns = [(name, _readable(name, column)) for name, column in zip(schema.names, batch.columns)]
+            for begin in range(0, batch.num_rows, 64):
+                yield schema.names, *_rows(columns, begin)
 
 
 def _check_columns(names: list[str]) -> None:

@@ -29,6 +29,8 @@ EPISODE_KEYS = ("episode_id", "episode")
 ROW_KEYS = ("reward", "id", "pair", "chosen", "key", *GROUP_KEYS, *EPISODE_KEYS)
 """Facts of a whole row, in token rows and conversations."""
 FACT_KEYS = (*ROW_KEYS, "trial")
+CONTAINERS = 1 << 20
+"""A record with more lists and objects is an error."""
 LISTED = 20
 """Keys that are not used are named up to this many."""
 CALL = "(call)"
@@ -310,10 +312,30 @@ def parse_json(text: str) -> Json:
     """Parse JSON.
 
     Raises:
-        DataError: an object that has a key twice, of which Python would keep the last.
+        DataError: an object that has a key twice, of which Python would keep the last; too many lists and objects.
         ValueError: broken JSON.
     """
+    if has_many_containers(text):
+        check_containers(text)
     return DECODER.decode(text)
+
+
+def has_many_containers(text: str) -> bool:
+    """Whether a text has more brackets than a value may have lists and objects."""
+    return text.count("{") + text.count("[") > CONTAINERS
+
+
+def check_containers(text: str, start: int = 0) -> None:
+    """Raise DataError if the JSON value at `start` has too many lists and objects: `{}` takes 100 times its bytes."""
+    depth = count = 0
+    for found in _BRACKET_OR_STRING.finditer(text, start):
+        mark = text[found.start()]
+        depth += (mark in "[{") - (mark in "]}")
+        count += mark in "[{"
+        if count > CONTAINERS:
+            raise DataError(f"the record has more than {CONTAINERS:,} lists and objects; write smaller records")
+        if depth == 0 and mark != '"':
+            return
 
 
 def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -330,6 +352,7 @@ def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return record
 
 
+_BRACKET_OR_STRING = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 

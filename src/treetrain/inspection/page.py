@@ -11,6 +11,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from treetrain import __version__
+from treetrain.data.files import write_file
 from treetrain.inspection.picture import BLOCKS, KINDS, draw
 from treetrain.inspection.report import Inspection
 from treetrain.tree.token_tree import Int64s, TokenTree
@@ -18,6 +19,8 @@ from treetrain.tree.token_tree import Int64s, TokenTree
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
 """The style sheet of all pages."""
 PAGE_BYTES = 2_000_000
+BEGINS = "<!DOCTYPE html>"
+"""How pages begin; other files are not replaced."""
 WIDTH = 270
 """Width of a chart."""
 
@@ -36,10 +39,7 @@ def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
     blocks, plan = BLOCKS, None if inspection.plan is None else inspection.plan.explain()
     while len(text := _page(inspection, blocks, plan).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
         blocks = blocks * 3 // 4
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text)
-    return path
+    return write_file(out, text.decode().lstrip(), begins=BEGINS)
 
 
 def _page(inspection: Inspection, most: int, explained: str | None) -> str:

@@ -5,10 +5,13 @@ Presets are small built-in models with random weights, for trying things out wit
 template are in the folder presets; `examples/countdown/train_tokenizer.py` trained it. Loading it needs no torch.
 """
 
+import itertools
 import json
 import logging
+import math
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -107,7 +110,10 @@ def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     try:
+        _check_sizes(str(folder or name), {})
         return AutoConfig.from_pretrained(str(folder or name), **_NO_CODE)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
     except Exception as error:
         raise _cannot_load("configuration", name, folder, error) from error
 
@@ -134,9 +140,72 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> "PreTrainedTo
     if name in PRESETS:
         return AutoTokenizer.from_pretrained(TOKENIZER_FOLDER, local_files_only=True)
     try:
-        return AutoTokenizer.from_pretrained(str(folder or name), **_NO_CODE | options)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder or name), **_NO_CODE | options)
     except Exception as error:
         raise _cannot_load("tokenizer", name, folder, error) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+            raise
+        raise _cannot_load("tokenizer", name, folder, RuntimeError(str(error))) from error
+    growth = _growth(getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None))
+    if growth > MOST_GROWTH:
+        raise DataError(
+            f"the tokenizer of {name} replaces texts by others that are up to {growth:,.0f} times as long; no tokenizer "
+            f"needs more than {MOST_GROWTH} times, and long texts would fill the memory"
+        )
+    return tokenizer
+
+
+MOST_LAYERS, MOST_MODULES = 10_000, 300_000
+"""A configuration with more layers, or of a model of more modules, is refused before it is built."""
+MOST_GROWTH = 100
+"""A tokenizer may replace a text by one that is so many times as long."""
+
+
+def _growth(normalizer: Any) -> float:
+    """How many times as long a text may become by the replacements of a normaliser of tokenizers."""
+
+    def of(one: dict[str, Any]) -> float:
+        if one["type"] == "Sequence":
+            return math.prod(map(of, one["normalizers"]))
+        if one["type"] == "Prepend":
+            return 1.0 + len(one["prepend"])
+        if one["type"] == "Replace":  # an expression may match at every character
+            return max(1.0, len(one["content"]) / max(1, len(one["pattern"].get("String", ""))))
+        return 1.0
+
+    return 1.0 if normalizer is None else of(json.loads(normalizer.__getstate__()))
+
+
+def _check_sizes(source: str, options: dict[str, Any]) -> None:
+    """Refuse a configuration whose numbers of layers no model has: its class alone would list them. Raises DataError."""
+    from transformers import PreTrainedConfig
+
+    found, _ = PreTrainedConfig.get_config_dict(source, **options)
+    pending: list[Any] = [found]
+    while pending:
+        for name, value in pending.pop().items():
+            pending += [value] if isinstance(value, dict) else []
+            if "layer" in name and isinstance(value, int | float) and value > MOST_LAYERS:
+                raise DataError(f"config.json has {name}={value:,}, more than {MOST_LAYERS:,}, which no model has")
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Raise DataError inside the block when a model of more modules than any has is being built."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    numbers = itertools.count(1)
+
+    def count(*_: object) -> None:
+        if next(numbers) > MOST_MODULES:
+            raise DataError(f"the configuration is that of a model of more than {MOST_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _preset_config(*, layers: int, hidden: int, feed_forward: int, heads: int, kv_heads: int) -> "PreTrainedConfig":
@@ -187,8 +256,10 @@ def model_without_weights(config: "PreTrainedConfig", **options: object) -> "nn.
     from treetrain.models.capability import with_softcap
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _few_modules():
             model = _auto_class(config).from_config(config, **options).eval()
+    except DataError:
+        raise
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             return None
@@ -197,6 +268,12 @@ def model_without_weights(config: "PreTrainedConfig", **options: object) -> "nn.
         ) from error
     except (RuntimeError, NotImplementedError, TypeError):  # its constructor computes with its weights
         return None
+    except Exception as error:
+        said = shortened(" ".join(str(error).split())) or "no reason is said"
+        raise DataError(
+            f"no {type(config).__name__} of these numbers can be built ({type(error).__name__}: {said}); correct its "
+            "config.json"
+        ) from error
     return model if "attn_implementation" in options else with_softcap(model)
 
 
@@ -231,8 +308,8 @@ def _check_source(name: str, source: str, options: dict[str, object]) -> None:
         check_config(config, **{k: options[k] for k in ("trust_remote_code", "attn_implementation") if k in options})
     except ImportError:  # a package that this attention needs is not installed
         return
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name}: {error}") from error
+    except (DataError, UnsupportedModel) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _config_of(source: str, options: dict[str, Any]) -> "PreTrainedConfig | None":
@@ -241,7 +318,11 @@ def _config_of(source: str, options: dict[str, Any]) -> "PreTrainedConfig | None
 
     try:
         passed = {key: options[key] for key in _FOR_CONFIG if key in options}
+        if options.get("config") is None:
+            _check_sizes(source, passed)
         return options.get("config") or AutoConfig.from_pretrained(source, **_NO_CODE | passed)
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from error
     except Exception:
         return None
 

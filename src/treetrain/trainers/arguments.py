@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from transformers.integrations.integration_utils import (
 from treetrain.data.advantages import group_advantages
 from treetrain.data.once import checked_count
 from treetrain.engine.extensions.process_group import wait_for_ranks
-from treetrain.errors import nearest
+from treetrain.errors import expect, nearest
 from treetrain.planning.make import Bytes, parse_budget
 from treetrain.trainers.run_folder import check_name
 
@@ -141,6 +142,16 @@ class TreeArguments(TrainingArguments):
         return super()._setup_devices
 
     def __post_init__(self) -> None:
+        if isinstance(self.output_dir, os.PathLike):
+            self.output_dir = os.fspath(self.output_dir)
+        expect("output_dir", self.output_dir, (str, type(None)), "the name of a folder")
+        for each in fields(self):  # "false" would count as true
+            truth = isinstance(each.default, bool) or each.name == "compile_layers"
+            if truth and not isinstance(value := getattr(self, each.name), bool | None):
+                raise ValueError(f"{each.name} is {value!r}; give True or False")
+        for name, least in (("dataloader_num_workers", 0), ("dataloader_prefetch_factor", 1)):
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name} is {value!r}; give a whole number from {least}")
         if self.execution not in ("tree", "linear"):
             raise ValueError(f"execution is {self.execution!r}; allowed are 'tree' and 'linear'")
         checked_count(self.count)

@@ -16,8 +16,8 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,6 +50,7 @@ from treetrain.trainers.checkpoint_files import (
     read_manifest,
     rotate,
 )
+from treetrain.trainers.plain_loading import check_random_state, load_metadata, without_code
 from treetrain.trainers.relied_on import TESTED, Members, missing_members, warn_if_untested
 from treetrain.trainers.run_facts import (
     FIXED,
@@ -60,8 +61,18 @@ from treetrain.trainers.run_facts import (
     facts_of_model,
     facts_of_rows,
 )
-from treetrain.trainers.run_folder import OWN, check_contents, check_name, delete, locked, mark
-from treetrain.trainers.skipped_steps import SkippedSteps, first_not_finite, skip_next_step
+from treetrain.trainers import run_folder
+from treetrain.trainers.run_folder import (
+    OWN,
+    FolderRefused,
+    check_contents,
+    check_links,
+    check_name,
+    delete,
+    locked,
+    mark,
+)
+from treetrain.trainers.skipped_steps import SkippedSteps, not_finite, skip_next_step
 from treetrain.trainers.stopping import StopWithCheckpoint, catch_signals
 
 if TYPE_CHECKING:
@@ -91,7 +102,7 @@ PROMISES: Mapping[str, Members] = {
 CALLBACKS = "callbacks"
 SHARDS = "pytorch_model_fsdp_0"
 """The folder of a checkpoint in which accelerate writes the shards of a model."""
-WORKING = os.path.join(OWN, "working")
+WORKING = os.path.join(OWN, run_folder.WORKING)
 """The folder, within that of the run, in which checkpoints are written and deleted."""
 
 
@@ -142,8 +153,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     lr_scheduler: LRScheduler
     _last_good: Path | None = None
     _resumed: Path | None = None
+    _never_finite: "set[tuple[str, str]]"
     _began_at = 0
     _writing = False
+    _card: Callable[[], None] | None = None
     skipped_steps: SkippedSteps
     _facts: "dict[str, Json]"
 
@@ -204,6 +217,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         check_name(self.args.output_dir or "")
         folder, wanted, restoring = Path(self.args.output_dir or ""), resume_from_checkpoint, _Restoring(self)
         self.skipped_steps = SkippedSteps()
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        self._never_finite = {each for each in not_finite(self.model) if each[1] not in trained}
         with ExitStack() as stack:
             stack.callback(vars(self).update, _resumed=None)
             self._on_first(lambda: self._check_folder(folder, wanted))
@@ -321,13 +336,20 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return norm
 
     def _check_weights(self, when: str) -> None:
-        """Raise FloatingPointError on all ranks if a trained weight is NaN or infinite on any."""
+        """Raise FloatingPointError on all ranks if a weight, a buffer or optimizer state is NaN or infinite on any.
 
-        if name := next(filter(None, self._together(lambda: first_not_finite(self.model))), None):
+        Frozen weights and buffers that were so when the run began are as they should be, such as a mask of -inf.
+        """
+
+        def first() -> tuple[str, str] | None:
+            return next((each for each in not_finite(self.model, self.optimizer) if each not in self._never_finite), None)
+
+        if found := next(filter(None, self._together(first)), None):
+            what, name = found
             step = self.state.global_step + (when == "before")
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
             raise FloatingPointError(
-                f"the weights are not finite {when} step {step} ({name}), and are not saved; {good}. A lower "
+                f"the {what} are not finite {when} step {step} ({name}), and are not saved; {good}. A lower "
                 f"learning_rate than {self.args.learning_rate:g}, more warm-up or float32 may help "
                 f"({self.how_to_set.format('accept_changes')} lets a resumed run change them)"
             )
@@ -344,7 +366,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._load_rng_state(str(self._resumed))
         # With save_total_limit=1 transformers would delete the newest checkpoint here and leave the best one.
         with replaced(self.args, save_total_limit=None):
-            return super()._finalize_training(*args, **kwargs)
+            output = super()._finalize_training(*args, **kwargs)
+        self._check_weights("after")  # callbacks may have changed them when training ended
+        return output
 
     # ---- Saving
 
@@ -389,14 +413,22 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 shutil.rmtree(working, ignore_errors=True)
             room = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there" if folder.is_dir() else "no folder"
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
+            said = _in_a_line(error) if isinstance(error, CheckpointException) else error
             raise CheckpointNotWritten(
-                f"{place} could not be written ({error}; {room}); {good}. Make room or make the folder writable, and "
+                f"{place} could not be written ({said}; {room}); {good}. Make room or make the folder writable, and "
                 f"go on with {self.how_to_resume}"
             ) from error
         self._last_good = place
+        write_card, self._card = self._card, None
         if rank == 0:
-            with suppress(OSError):  # the new checkpoint is good; a full disk fails at the next one
-                rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
+            with suppress(OSError, FolderRefused):  # the new checkpoint is good; a full disk fails at the next one
+                if write_card is not None:
+                    check_links(folder)
+                    write_card()
+            # Before a skipped step the weights may be ruined and finite: the older checkpoints may be the good ones.
+            if not self.skipped_steps.last:
+                with suppress(OSError):
+                    rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
 
     def _get_output_dir(self, trial: object) -> str:
         folder = super()._get_output_dir(trial)
@@ -404,6 +436,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; shards in a checkpoint are written with the optimiser instead."""
+        if not self._writing:
+            check_links(Path(output_dir or self.args.output_dir or "."))
         if self._writing or not _is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
         else:
@@ -411,9 +445,13 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """See `Trainer`. Inside a checkpoint, a card that cannot be written is left out: TRL's first rank writes it
-        before the shards, and after an error there the other ranks would wait."""
-        with suppress(OSError) if self._writing else nullcontext():
+        """See `Trainer`. TRL's first rank writes a card into the output folder before each checkpoint. It is written
+        after it: a run that dies in its first checkpoint leaves nothing that a restart would refuse to replace, and
+        other ranks do not wait for one that cannot write it."""
+        if self._writing:
+            self._card = partial(super().create_model_card, *args, **kwargs)
+        else:
+            check_links(Path(self.args.output_dir or "."))
             super().create_model_card(*args, **kwargs)
 
     @contextmanager
@@ -433,12 +471,13 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with self._in_shards(Path(resume_from_checkpoint, SHARDS).is_dir()):
+        with without_code(), self._in_shards(_holds_shards(resume_from_checkpoint, SHARDS)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         wanted = [dict(group) for group in self.optimizer.param_groups]
-        with self._in_shards(checkpoint is not None and Path(checkpoint, SHARDS).is_dir()):
+        sharded = checkpoint is not None and _holds_shards(checkpoint, SHARDS)
+        with without_code(), self._in_shards(sharded):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.accept_changes:
             self._apply_changes(wanted)
@@ -455,13 +494,16 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                     self.lr_scheduler._last_lr[number] = group["lr"]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _named_misfits(checkpoint):
+        with _named_misfits(checkpoint), without_code():
+            for path in Path(checkpoint).glob("rng_state*.pth") if checkpoint else ():
+                if path.name in ("rng_state.pth", f"rng_state_{self.args.process_index}.pth"):
+                    check_random_state(path)
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         self._check_whole(best)
-        with self._in_shards((best / SHARDS).is_dir()):
+        with without_code(), self._in_shards(_holds_shards(best, SHARDS)):
             super()._load_best_model()
 
     def _restore_progress(self) -> None:
@@ -475,7 +517,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if read_manifest(path)["ranks"] == self.args.world_size:
             own = path / f"trainer_{self.args.process_index}.pt"
             # The device's type, since torch cannot load to cpu:0.
-            saved = torch.load(own, map_location=self.args.device.type, weights_only=True)
+            with without_code():
+                saved = torch.load(own, map_location=self.args.device.type)
             for name, value in saved.items():
                 old: Any = getattr(self, name, None)
                 if hasattr(old, "load_state_dict"):
@@ -485,12 +528,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             if not absent:
                 self._total_loss_scalar -= float(self._tr_loss)  # train() returns the mean over the steps of this call
         callbacks = self._callbacks()
-        if (path / CALLBACKS).is_dir():
+        if _holds_shards(path, CALLBACKS):
             states = {name: callback.state_dict() for name, callback in callbacks.items()}
             planner = DefaultLoadPlanner(allow_partial_load=True)
-            distributed_load(states, checkpoint_id=path / CALLBACKS, planner=planner)
+            with without_code():
+                distributed_load(states, checkpoint_id=path / CALLBACKS, planner=planner)
         else:
-            states = torch.load(path / f"{CALLBACKS}.pt", map_location="cpu", weights_only=True)
+            with without_code():
+                states = torch.load(path / f"{CALLBACKS}.pt", map_location="cpu")
         for name in callbacks.keys() & states.keys():
             callbacks[name].load_state_dict(states[name])
 
@@ -533,14 +578,30 @@ def _named_misfits(checkpoint: str | Path | None, restoring: _Restoring | None =
     """Turn errors of the libraries that load a checkpoint into a ValueError that names it; until training begins."""
     try:
         yield
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         ours = type(error).__module__.startswith("treetrain.") or isinstance(error, OSError | torch.OutOfMemoryError)
         if checkpoint is None or ours or (restoring is not None and restoring.done):
             raise
-        said = shortened(" ".join(str(error).split()))
-        raise ValueError(
-            f"cannot go on from {checkpoint}, which does not fit: {type(error).__name__}: {said}"
-        ) from error
+        raise ValueError(f"cannot go on from {checkpoint}, which does not fit: {_in_a_line(error)}") from error
+
+
+def _in_a_line(error: BaseException) -> str:
+    """An error of a library with its class; of one that torch.distributed.checkpoint collected, the first cause."""
+    if isinstance(error, CheckpointException):
+        error = next((cause for cause, _ in error.failures.values()), error)
+    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"
+
+
+def _holds_shards(checkpoint: str | Path, name: str) -> bool:
+    """Whether a folder of a checkpoint is one that torch.distributed.checkpoint wrote, by the manifest.
+
+    Raises UnpicklingError if its `.metadata` is not plain data: torch would log each of its tries.
+    """
+    written = f"{name}/.metadata" in read_manifest(Path(checkpoint))["files"]
+    if written:
+        with Path(checkpoint, name, ".metadata").open("rb") as file:
+            load_metadata(file)
+    return written
 
 
 OWN_STATE = ("_tr_loss", "_globalstep_last_logged", "skipped_steps")

@@ -46,7 +46,7 @@ from treetrain.trainers.batches import (
     rows_of,
     tree_of,
 )
-from treetrain.trainers.skipped_steps import first_not_finite
+from treetrain.trainers.skipped_steps import not_finite
 from treetrain.tree.stats import linear_work
 from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
 
@@ -326,7 +326,7 @@ class FirstStep:
         elif differs:
             why = self._why_scores_differ()
         if plain_scores is not None and not bool(plain_scores.isfinite().all()):
-            weight = first_not_finite(model)
+            weight = next((name for what, name in not_finite(model) if what == "weights"), None)
             why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
         for each, how in zip(differences, ("as one part", "in parts")):
             logger.info(_judged(each, why, f"{self._count} rows {how}", dtype, limit, loss_limit))

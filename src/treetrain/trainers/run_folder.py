@@ -10,18 +10,21 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from treetrain.errors import quoted
 
 OWN = ".treetrain"
 MARK, MARK_TEXT = "treetrain.txt", "Written by treetrain, which may replace or delete this folder.\n"
-LOCK = "lock"
+LOCK, WORKING = "lock", "working"
 WRITTEN = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.model", "*.jinja"),
     *("config.json", "generation_config.json", "adapter_config.json", "tokenizer*.json", "special_tokens_map.json"),
@@ -40,8 +43,8 @@ SHARED = (
 )
 """Folders that many share. No run writes there, but it may write to a folder below."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-_held: set[Path] = set()
-"""Lock files that this process holds: the system does not lock a process out from itself."""
+_WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""The `struct flock` of a lock on all bytes of a file."""
 
 
 class FolderRefused(ValueError):
@@ -98,8 +101,9 @@ def check_contents(
         FolderRefused: the message names what is in the way.
     """
     own = folder / OWN
-    if os.path.lexists(own) and not (is_own(own) or _is_empty(own)):
+    if os.path.lexists(own) and not (is_own(own) or _is_half_made(own)):
         raise FolderRefused(f"{own} was not made by treetrain, which needs this name: move it away")
+    check_links(folder)
     if overwrites or not folder.is_dir():
         return
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
@@ -126,12 +130,33 @@ def check_contents(
         raise FolderRefused(f"{folder} holds {_some(written)}, which the run would overwrite at its end: {cure}")
 
 
+def check_links(folder: Path) -> None:
+    """Refuse links in the places of files that a run writes. Raises FolderRefused: they would be written through."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    links = sorted(name for name in names if os.path.islink(folder / name) and any(map(partial(fnmatch, name), WRITTEN)))
+    if links:
+        raise FolderRefused(
+            f"{folder} holds the link {links[0]} to {quoted(os.readlink(folder / links[0]))}, which the run would "
+            "write to: take it away"
+        )
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+def _is_half_made(folder: Path) -> bool:
+    """Whether a folder is empty, or has a mark that a full disk or a loss of power has cut off, and nothing foreign."""
+    try:
+        if not stat.S_ISDIR(folder.lstat().st_mode) or not set(os.listdir(folder)) <= {MARK, LOCK, WORKING}:
+            return False
+        found = (folder / MARK).lstat() if os.path.lexists(folder / MARK) else None
+        if found is None:
+            return not os.listdir(folder)
+        cut = stat.S_ISREG(found.st_mode) and found.st_size < len(MARK_TEXT)
+        return cut and MARK_TEXT.startswith((folder / MARK).read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def is_own(folder: Path) -> bool:
@@ -147,9 +172,12 @@ def mark(folder: Path) -> None:
     """Make a folder, and mark it as written by treetrain. Raises FolderRefused if another has made it."""
     folder.mkdir(parents=True, exist_ok=True)
     if not is_own(folder):
-        if not _is_empty(folder):
+        if not _is_half_made(folder):
             raise FolderRefused(f"{folder} was not made by treetrain, which needs this name: move it away")
-        (folder / MARK).write_text(MARK_TEXT)
+        with (folder / MARK).open("w") as file:
+            file.write(MARK_TEXT)
+            file.flush()
+            os.fsync(file.fileno())  # before anything else is in the folder
 
 
 @contextmanager
@@ -158,7 +186,8 @@ def locked(folder: Path) -> Iterator[None]:
 
     The system drops the lock when the process ends, however it ends, so that none is stale. On network file systems it
     holds between hosts if the server keeps POSIX locks (NFS 4, Lustre with `-o flock`); without locks there is a
-    warning.
+    warning. It belongs to the open file (`F_OFD_SETLK`): a POSIX lock of the process would end as soon as any code of
+    the process opens and closes the file, as a callback does that copies the folder. Children of the process close it.
 
     Raises:
         FolderRefused: another run holds it; the message names its process and host. Or its name is taken by a link, or
@@ -170,12 +199,13 @@ def locked(folder: Path) -> Iterator[None]:
     if os.path.lexists(path) and not (stat.S_ISREG(path.lstat().st_mode) and path.lstat().st_nlink == 1):
         raise FolderRefused(f"{path} is not the lock file that treetrain needs at this place: move it away")
     busy = f"another run writes to {folder} (%s): wait for it, end it, or give another output_dir"
-    if path in _held:  # before it is opened: closing it again would drop the lock
-        raise FolderRefused(busy % "in this process")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if hasattr(fcntl, "F_OFD_SETLK"):  # Linux
+                fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+            else:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 said = os.read(handle, 200).decode(errors="replace").strip()
@@ -188,13 +218,26 @@ def locked(folder: Path) -> Iterator[None]:
         os.ftruncate(handle, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
-        _held.add(path)
+        _open_locks.add(handle)
         try:
             yield
         finally:
-            _held.discard(path)
+            _open_locks.discard(handle)
     finally:
         os.close(handle)
+
+
+_open_locks: set[int] = set()
+
+
+def _close_locks() -> None:
+    """In a child that was forked, such as a data loader's worker, which may live longer than its killed parent."""
+    for handle in _open_locks:
+        os.close(handle)
+    _open_locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def delete(folders: Sequence[Path], working: Path) -> None:

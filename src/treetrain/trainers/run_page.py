@@ -6,6 +6,7 @@ whose colours become CSS variables, so that the page is light or dark as the rea
 
 import io
 import json
+import math
 import re
 from collections import defaultdict
 from importlib.resources import files
@@ -17,8 +18,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
-from treetrain.errors import DataError
-from treetrain.inspection.page import render
+from treetrain.data.files import write_file
+from treetrain.errors import DataError, quoted, shortened
+from treetrain.inspection.page import BEGINS, render
 
 STATE = "trainer_state.json"
 COLOURS = {"c0": "#0b6fb8", "c1": "#d9730d", "c2": "#0b8a63", "c3": "#b0509a", "soft": "#5b6672", "grid": "#e9ecf0"}
@@ -29,6 +31,8 @@ OWN_FIGURE = {"loss", "eval_loss", "seconds", "computed_tokens", "unique_tokens"
 NO_FIGURE = ("_flops", "_runtime", "_per_second", "num_tokens", "ideal_speedup")
 """Endings of the names of logs that are not drawn."""
 LOG_FROM = 1e-9
+LARGEST = 1e100
+"""A larger figure is an error; axes cannot show it."""
 STYLES = {
     "line": {"lw": 1.9, "marker": "o", "markersize": 2.6},
     "under": {"lw": 6.5, "alpha": 0.45},
@@ -52,7 +56,7 @@ def write_page(tree: str | Path, linear: str | Path | None, out: str | Path) -> 
         out: the file.
 
     Raises:
-        DataError: a folder has no `trainer_state.json`.
+        DataError: a folder has no `trainer_state.json`, or one that no run wrote.
     """
     run, other = read_run(tree), defaultdict(dict) if linear is None else read_run(linear)
     names = [name for name in run if linear is None or name in other]
@@ -68,10 +72,7 @@ def write_page(tree: str | Path, linear: str | Path | None, out: str | Path) -> 
         compared=compare_runs(run, other),
         **{each.__name__: each for each in (draw, ratio, differences, finite, si, written)},
     )
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write_file(out, text.lstrip(), begins=BEGINS)
 
 
 def read_run(folder: str | Path) -> Run:
@@ -80,10 +81,27 @@ def read_run(folder: str | Path) -> Run:
     if not path.is_file():
         raise DataError(f"{folder} has no {STATE}; call trainer.save_state() when training ends")
     run: Run = defaultdict(dict)
-    for entry in json.loads(path.read_text(encoding="utf-8"))["log_history"]:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise DataError(f"{path}: is no JSON of a run ({shortened(error)})") from error
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list):
+        raise DataError(f"{path}: `log_history` is {quoted(history)}, expected a list of logs")
+    for number, entry in enumerate(history):
+        place = f"{path}: `log_history.{number}"
+        if not isinstance(entry, dict):
+            raise DataError(f"{place}` is {quoted(entry)}, expected an object")
+        step = entry.get("step")
+        if type(step) is not int or not 0 <= step < 1 << 53:
+            raise DataError(f"{place}.step` is {quoted(step)}, expected a whole number from 0")
         for name, value in entry.items():
-            if isinstance(value, int | float) and name not in ("step", "epoch") and "train_runtime" not in entry:
-                run[name.removeprefix(PREFIX)][entry["step"]] = value
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not abs(value) <= LARGEST and abs(value) != math.inf and value == value:  # of any length, if an int
+                raise DataError(f"{place}.{name}` is {quoted(value)}, which no run logs")
+            if name not in ("step", "epoch") and "train_runtime" not in entry:
+                run[name.removeprefix(PREFIX)][step] = float(value)
     return run
 
 

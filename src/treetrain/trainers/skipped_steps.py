@@ -1,11 +1,12 @@
-"""Steps whose gradient is NaN or infinite: they are skipped and counted, and weights that are not finite are found."""
+"""Steps whose gradient is NaN or infinite: they are skipped and counted, and what is not finite is found."""
 
 import logging
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treetrain.engine.extensions.process_group import own_part
 
@@ -17,10 +18,13 @@ class SkippedSteps:
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
+        self.last = False
+        """Whether the last step was skipped."""
 
     def count(self, skip: bool) -> None:
         """Count a step."""
         self.total += skip
+        self.last = skip
         self.in_a_row = self.in_a_row + 1 if skip else 0
 
     def state_dict(self) -> dict[str, int]:
@@ -45,8 +49,29 @@ def skip_next_step(optimizer: Any, why: str) -> None:
     optimizer.step = skipped
 
 
-def first_not_finite(model: nn.Module) -> str | None:
-    """Return the name of a trained weight that is NaN or infinite on this rank; None if all are finite."""
-    trained = ((name, own_part(p.detach())) for name, p in model.named_parameters() if p.requires_grad)
-    limits = ((name, torch.aminmax(p)) for name, p in trained if p.numel() and p.is_floating_point())
-    return next((name for name, (least, most) in limits if not math.isfinite(least + 0 * most)), None)
+def not_finite(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, str]]:
+    """Yield (what it is, its name) of all that is NaN or infinite on this rank: weights, buffers, optimizer state.
+
+    Args:
+        optimizer: the state of these weights is looked at too.
+    """
+    names = {p: name for name, p in model.named_parameters()}
+    for p, name in names.items():
+        if not _is_finite(p):
+            yield "weights", name
+    for name, buffer in model.named_buffers():
+        if not _is_finite(buffer):
+            yield "buffers", name
+    for p, state in getattr(optimizer, "state", {}).items():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(value, Tensor) and not _is_finite(value):
+                yield "states of the optimizer", f"{key} of {names.get(p, 'a parameter')}"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    part = own_part(tensor.detach())
+    # Weights of one byte are quantised; torch has no minimum of them.
+    if part.is_meta or not part.numel() or not part.is_floating_point() or part.dtype.itemsize == 1:
+        return True
+    least, most = torch.aminmax(part)
+    return math.isfinite(least + 0 * most)

@@ -54,6 +54,7 @@ from treetrain.engine.memory import expandable_segments
 from treetrain.errors import DataError, expect, nearest, shortened
 from treetrain.losses import PolicyLoss
 from treetrain.models.capability import loaded, model_device
+from treetrain.models.tree_mode import replaced
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
@@ -144,6 +145,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
             expect("peft_config", peft_config, PeftConfig, "a configuration of peft, such as peft.LoraConfig(r=16)")
             set_seed(args.seed)  # the adapter's initial weights need it; Trainer sets it too late
+            _check_saved(peft_config, model)
             try:
                 model = get_peft_model(model, peft_config)  # type: ignore[arg-type]
             except Exception as error:
@@ -161,6 +163,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        _check_optimizer_options(self)
         self.max_skipped_steps, self.accept_changes = args.max_skipped_steps, args.accept_changes
         self.overwrite_output_dir, self.how_to_set = args.overwrite_output_dir, "{}=True in TreeArguments"
         self._engine: TreeEngine | None = None
@@ -512,6 +515,53 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
 
 # ---- Losses, and the facts that they need
+
+
+class _Options(dict[str, str]):
+    """Options that know which of them were asked for."""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self.unread = set(options)
+
+    def __getitem__(self, name: str) -> str:
+        self.unread.discard(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.unread -= {name}
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.unread.discard(name)
+        return super().pop(name, *default)
+
+
+def _check_optimizer_options(trainer: Trainer) -> None:
+    """Raise ValueError for options in `optim_args` that transformers' optimizer of this name does not take."""
+    args, module = trainer.args, sys.modules[Trainer.__module__]
+    parse = getattr(module, "_parse_optim_args", None)  # transformers may rename it
+    if not args.optim_args or parse is None or trainer.optimizer_cls_and_kwargs is not None:
+        return
+    options = _Options(parse(args.optim_args))
+    with replaced(module, _parse_optim_args=lambda _: options):
+        _, given = Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, trainer.model))
+    taken = {name for one in (given, given.get("optim_args")) if isinstance(one, dict) for name in one}
+    if ignored := sorted(options.unread - taken):
+        name = getattr(args.optim, "value", args.optim)
+        raise ValueError(f"optim_args: the optimizer {name} takes no {', '.join(ignored)}; take it out")
+
+
+def _check_saved(config: Any, model: nn.Module) -> None:
+    """Raise ValueError for modules to be trained whole beside an adapter that the model does not have."""
+    names = [name for name, _ in model.named_modules()]
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+            near = nearest(wanted, {name.rsplit(".")[-1] for name in names if name})
+            raise ValueError(f"modules_to_save: the model has no module {wanted!r}, so none would be trained; {near}")
 
 
 def _check_rows(name: str, rows: Sequence[Trajectory] | None) -> None:

@@ -5,6 +5,7 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 
 import datetime
 import os
+import socket
 import sys
 import time
 from collections.abc import Hashable, Iterator, Sequence
@@ -48,14 +49,22 @@ def wait_for_ranks() -> None:
 
     Raises:
         RanksDisagree: some did not come within `JOIN_TIMEOUT`; the message names them.
+        ValueError: the environment names no rank of a run, or only some of what names it.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if not dist.is_available() or dist.is_initialized():
         return
-    if not all(name in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) < 2:
+    given, absent = ([name for name in names if (name in os.environ) is there] for there in (True, False))
+    if given and absent and "LOCAL_RANK" in os.environ:  # accelerate would fill in others and wait for ever
+        raise ValueError(
+            f"the environment has LOCAL_RANK and {', '.join(given)}, but not {', '.join(absent)}: start the processes "
+            "with torchrun, which sets them all, or unset LOCAL_RANK"
+        )
+    if absent or _number("WORLD_SIZE", 1) < 2:
         return
-    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    store, missing = None, "rank 0, which the others meet at"
+    size, address = _number("WORLD_SIZE", 1), os.environ["MASTER_ADDR"]
+    rank, port = _number("RANK", 0, size - 1), _number("MASTER_PORT", 0, 65535)
+    store, missing = None, f"rank 0, which the others meet at {address}:{port}"
     restarts, torchrun_serves = (
         os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "USE_AGENT_STORE")
     )
@@ -63,7 +72,7 @@ def wait_for_ranks() -> None:
     try:
         # The process group's own store shares the server of this one, which must stay.
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            os.environ["MASTER_ADDR"],
+            address,
             port,
             size,
             rank == 0 and torchrun_serves != "True",
@@ -78,10 +87,24 @@ def wait_for_ranks() -> None:
         with suppress(RuntimeError):
             if store is not None:
                 missing = ", ".join(f"rank {other}" for other in range(size) if not store.check([keys[other]]))
+        try:
+            socket.getaddrinfo(address, port)
+        except (OSError, UnicodeError):
+            missing = f"rank 0 at MASTER_ADDR={address!r}, a name that no host has"
         raise RanksDisagree(
             f"rank {rank} of {size} has waited {JOIN_TIMEOUT.total_seconds():g} s for {missing or 'the others'}: not "
             "started, or killed before it joined; see what it said, and start all processes again"
         ) from error
+
+
+def _number(name: str, least: int, most: int | None = None) -> int:
+    """A whole number in a variable of the environment. Raises ValueError."""
+    text = os.environ[name]
+    value = int(text) if text.isascii() and text.isdecimal() else -1
+    if value < least or (most is not None and value > most):
+        span = f"from {least} on" if most is None else f"from {least} to {most}"
+        raise ValueError(f"the environment has {name}={text!r}; give a whole number {span}")
+    return value
 
 
 class GroupRanks(Ranks):

@@ -1,0 +1,187 @@
+"""Runs code that is not ours in a process of its own, which can be killed.
+
+Chat templates come from files, and may loop, compare or write without end. Nothing stops a thread within one call of C
+code, and no bound on what a template may build would be complete. So a template runs in a child of this process, which
+an alarm of the system ends after some time, and whose address space is limited. The child is forked: it has the
+tokenizer already, and starts in milliseconds. It is asked over a pipe, which costs some 15 microseconds, and serves
+until its owner is gone.
+
+The child only computes text: it never touches what does not survive a fork (threads of OpenMP, a GPU).
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Generic, NoReturn, TypeVar
+
+with contextlib.suppress(ImportError):  # not on Windows
+    import resource
+
+Result = TypeVar("Result")
+_SIZE = struct.Struct("<Q")
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+class ChildError(Exception):
+    """What the function raised in its process: the name of a class, and a text."""
+
+    @property
+    def text(self) -> str:
+        """The text alone."""
+        return str(self.args[-1])
+
+    def __str__(self) -> str:
+        return ": ".join(map(str, self.args))
+
+
+class Killable(Generic[Result]):
+    """A function that runs in a process of its own; see the module.
+
+    Args:
+        function: its arguments and result are pickled. It is called in a copy of this process as it is at the first
+            call, or after a call that was ended.
+        memory: bytes of address space that it may take (on Linux).
+    """
+
+    def __init__(self, function: Callable[..., Result], memory: int) -> None:
+        self._function, self._memory, self._lock = function, memory, threading.Lock()
+        self._child: _Child | None = None
+
+    def __call__(self, seconds: float, *args: object) -> Result:
+        """Call the function.
+
+        Raises:
+            TimeoutError: it takes longer than `seconds`; 0 lets it take any time.
+            MemoryError: it takes more memory than it may.
+            ChildError: it raised something else.
+        """
+        with self._lock:
+            if self._child is None or self._child.owner != os.getpid():  # this process is a fork, too
+                self._child = _Child(self._function, self._memory)
+            try:
+                kind, value = self._child.ask((seconds, args))
+            except (EOFError, OSError) as error:
+                ended, self._child = self._child.end(), None
+                if ended == signal.SIGALRM:
+                    raise TimeoutError from error
+                if ended == signal.SIGKILL:  # the system had no memory left
+                    raise MemoryError from error
+                by = signal.Signals(ended).name if ended else "itself"
+                raise ChildError("EOFError", f"its process was ended by {by}") from error
+            except BaseException:  # Ctrl-C: the answer is still to come
+                self._child.end()
+                self._child = None
+                raise
+        if kind == "memory":
+            raise MemoryError
+        if kind == "error":
+            raise ChildError(*value)
+        return value
+
+
+class _Child:
+    def __init__(self, function: Callable[..., Any], memory: int) -> None:
+        self.owner = os.getpid()
+        reading, self._asks = os.pipe()
+        self._answers, writing = os.pipe()
+        with _quiet_fork():
+            self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._asks)
+            os.close(self._answers)
+            _serve(function, memory, reading, writing)
+        os.close(reading)
+        os.close(writing)
+        self._file = open(self._answers, "rb")
+        self._gone = weakref.finalize(self, _end, self.owner, self._pid, self._asks, self._file)
+
+    def ask(self, question: object) -> tuple[str, Any]:
+        _send(self._asks, question)
+        return _receive(self._file)
+
+    def end(self) -> int:
+        """Kill the process; returns the signal that had ended it, or 0."""
+        return self._gone() or 0
+
+
+def _end(owner: int, pid: int, asks: int, file: IO[bytes]) -> int:
+    if owner != os.getpid():
+        return 0
+    file.close()
+    os.close(asks)
+    with contextlib.suppress(ProcessLookupError):
+        # A process that has ended keeps the signal that ended it.
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        _, status = os.waitpid(pid, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    return 0
+
+
+def _serve(function: Callable[..., Any], memory: int, reading: int, writing: int) -> NoReturn:
+    """What the child does until nobody asks any more."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        if sys.platform.startswith("linux"):
+            with open("/proc/self/statm", "rb") as statm:
+                most = int(statm.read().split()[0]) * resource.getpagesize() + memory
+            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+            bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_AS, (min([most, *bounds]), hard))
+        with open(reading, "rb") as file:
+            while True:
+                seconds, args = _receive(file)
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                try:
+                    answer = "value", function(*args)
+                except MemoryError:
+                    answer = "memory", None
+                except BaseException as error:
+                    answer = "error", (type(error).__name__, str(error))
+                _send(writing, answer)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        os._exit(0)  # nothing of the parent's is flushed or cleaned up a second time
+
+
+@contextmanager
+def _quiet_fork() -> Iterator[None]:
+    """Python warns of forks beside threads; tokenizers prints that it has, unless its parallelism was set."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = before or "true"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        if before is None:
+            del os.environ[PARALLELISM]
+
+
+def _send(handle: int, value: object) -> None:
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    view = memoryview(_SIZE.pack(len(data)) + data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def _receive(file: IO[bytes]) -> Any:
+    header = file.read(_SIZE.size)
+    if len(header) < _SIZE.size:
+        raise EOFError
+    (size,) = _SIZE.unpack(header)
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError
+    return pickle.loads(data)
