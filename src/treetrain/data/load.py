@@ -43,6 +43,9 @@ OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
 PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", "first_id", "last_id", "links"}
 """The keys of a page of an API that holds records under `data`."""
+UNREAD_MEDIA = ("audios", "audio", "videos", "video")
+MASKED = "mask_sample"
+"""NeMo Gym's key of a rollout that is not to be trained."""
 TOKENISED_TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
 
@@ -408,6 +411,10 @@ class _Reading:
         mapped = _mapped(record, self.map, self.notes)
         # The rows of this format are the records, whose keys are checked there.
         tracked = None if self.kind.name == "tokens" else TrackedRecord(mapped)
+        if mapped.get(MASKED) is True:
+            self.notes.add(f"a record with `{MASKED}` is no row")
+            self.made += 1
+            return made
         try:
             for row in map(self._with_image_key, self._converted(mapped if tracked is None else tracked)):
                 if self.where and not self._is_wanted(row, record):
@@ -442,6 +449,9 @@ class _Reading:
 
     def _with_image_key(self, row: Record) -> Record:
         """Add a digest of a row's images to its key, or raise DataError if images are refused."""
+        for name in UNREAD_MEDIA:
+            if row.get(name):
+                raise DataError(f"the record has `{name}`, which the model saw and which are not read; take it out")
         images = [row[name] for name in IMAGE_KEYS if row.get(name)]
         if not images:
             return row
