@@ -303,6 +303,8 @@ def _sampled(
     if answer.get("cut"):
         notes.add("an answer was cut off, so the end of its turn is not trained")
         end = span.said
+    elif not renderer.ends(text[span.said : end]):
+        notes.add("the template writes no special token at the end of an answer, so its end is not trained")
     return start, max(start, end)
 
 
@@ -535,8 +537,8 @@ class Renderer:
             except DataError:
                 return ""
 
-        text = '{"a": "b"}'
-        return written(json.loads(text)).find(text) < 0 and text in written(text)
+        text, parsed = '{"a": "b"}', written({"a": "b"})
+        return (not parsed or "{'a': 'b'}" in parsed) and text in written(text)
 
     def templated(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with texts as lists of parts, if the template reads nothing else."""

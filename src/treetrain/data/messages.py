@@ -6,6 +6,7 @@ Content may be text or a list of parts: those of OpenAI's two APIs, of Anthropic
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -57,6 +58,8 @@ KEYED_PARTS |= {"reasoningContent": "reasoning", "reasoningText": "reasoning"}
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
 LANGCHAIN_ROLES |= {f"{name.capitalize()}Message": role for name, role in LANGCHAIN_ROLES.items()}
 LANGCHAIN_ROLES |= {f"{name}Chunk": role for name, role in LANGCHAIN_ROLES.items() if name.endswith("Message")}
+THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+CALL_BLOCK = re.compile(r"\s*<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
@@ -205,7 +208,24 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
             notes.add(f"a {role} message is marked to be trained; only assistant messages are", where)
         cleaned["weight"] = cleaned.get("weight", 1.0) * trained
     if texts or not results or calls:
-        yield cleaned | {"content": "".join(texts)}
+        yield _said_once(cleaned | {"content": "".join(texts)}, where, notes)
+
+
+def _said_once(message: Message, where: str, notes: Notes) -> Message:
+    """The message without a thought or calls in its text that it also has beside the text."""
+    text, thought = message["content"], message.get("reasoning_content", "").strip()
+    if thought and (block := THINK_BLOCK.match(text)) and block[1].strip() == thought:
+        text = text[block.end() :]
+        notes.add("an answer has its thinking in the text and beside it; it is read once", where)
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+    for block in CALL_BLOCK.finditer(text) if calls else ():
+        call = parsed(block[1])
+        if isinstance(call, dict) and (call.get("name"), call.get("arguments")) in calls:
+            text = text.replace(block[0], "", 1)
+            notes.add("an answer has a call in the text and beside it; it is read once", where)
+    if any(len(getattr(arguments, "text", "")) > 8 and arguments.text in text for _, arguments in calls):
+        notes.add("the text of an answer has the arguments of a call that is also beside it; the row has both", where)
+    return message | {"content": text}
 
 
 def unwrapped(message: Record) -> dict[str, Json]:

@@ -111,7 +111,10 @@ class Found(NamedTuple):
 class _Marked(NamedTuple):
     messages: list[Message]
     values: list[Value]
+    sign: str
+    """Begins the mark of a text."""
     pattern: "re.Pattern[str]"
+    """Matches a mark; its group is the number."""
 
 
 def find_messages(
@@ -227,7 +230,7 @@ def _marked(
         if fully and len(values) == before:
             made["content"] += mark("text", "")
     escaped = re.escape(json.dumps(sign)[1:-1])
-    return _Marked(changed, values, re.compile(rf"(?:{sign}|{escaped}|{base})(\d{{{DIGITS}}})"))
+    return _Marked(changed, values, sign, re.compile(rf"(?:{sign}|{escaped}|{base})(\d{{{DIGITS}}})"))
 
 
 def _places(text: str, rendered: str, marked: _Marked) -> list[Place] | None:
@@ -322,20 +325,14 @@ def _closing(template: Template, marked: _Marked, tools: Tools, last: Place, aft
     markers, same, first = list(template.marker.finditer(written)), len(written), False
     ended = marked.messages[: value.message + 1]
     if after is not None:
-        around = _around(template, marked, ended, tools, last.number)
-        first = around is None  # some refuse a call without its result
-        same = len(written) if around is None else _common_start(written, around[1])
-    ends = [one.end() for one in markers if one.end() <= same]
+        alone = _written_after(template, marked, ended, tools, last.number)
+        first = alone is None  # some refuse a call without its result
+        same = len(written) if alone is None else _common_start(written, alone)
     end = next((one.end() for one in markers if one[0] == template.end_of_turn and one.end() <= same), None)
-    if end is None and after is not None and marked.messages[value.message + 1]["role"] == "tool":
-        # What also stands between two results of tools begins a result.
-        twice = [*ended, *[marked.messages[value.message + 1]] * 2]
-        if (around := _around(template, marked, twice, tools, after, last=True)) is not None:
-            results = len(written) - _common_start(written[::-1], around[0][::-1])
-            results = next((one.end() for one in markers if one.start() < results < one.end()), results)
-            same, markers = min(same, results), [one for one in markers if one.end() <= results]
-            ends = [one for one in ends if one <= results]
-    if end is None and ends:
+    if end is None and "tool_calls" in ended[-1]:
+        results = _before_results(template, marked, ended, tools, last)
+        same, markers = min(same, results), [one for one in markers if one.end() <= results]
+    if end is None and (ends := [one.end() for one in markers if one.end() <= same]):
         end = ends[0 if first else -1]
     if end is None:
         # The next special token ends the turn where the template writes no end, or another one after the last answer.
@@ -345,16 +342,42 @@ def _closing(template: Template, marked: _Marked, tools: Tools, last: Place, aft
     return end
 
 
-def _around(
-    template: Template, marked: _Marked, messages: list[Message], tools: Tools, number: int, *, last: bool = False
-) -> tuple[str, str] | None:
-    """What a rendering has before and behind a value where it is first, or last; None if it is not there."""
+def _pieces(template: Template, marked: _Marked, messages: list[Message], tools: Tools) -> list[str]:
+    """What a rendering has between its marks, and their numbers; empty if the template refuses the messages."""
     try:
-        pieces = marked.pattern.split(template.render(messages, tools))
+        return marked.pattern.split(template.render(messages, tools))
     except DataError:
-        return None
-    found = [at for at in range(1, len(pieces), 2) if int(pieces[at]) == number]
-    return (pieces[found[-last] - 1], pieces[found[-last] + 1]) if found else None
+        return []
+
+
+def _written_after(
+    template: Template, marked: _Marked, messages: list[Message], tools: Tools, number: int
+) -> str | None:
+    """What follows a value in the rendering of these messages; None if it is not there."""
+    pieces = _pieces(template, marked, messages, tools)
+    return next((pieces[at + 1] for at in range(1, len(pieces), 2) if int(pieces[at]) == number), None)
+
+
+def _before_results(
+    template: Template, marked: _Marked, ended: list[Message], tools: Tools, last: Place
+) -> int:
+    """How much of what follows the last value of a call does not begin the result of a tool.
+
+    What also stands between two results begins a result, even if it is written without one.
+    """
+    written, word = last.after, ended[-1]["tool_calls"][-1]
+    number = len(marked.values)
+    result = {"role": "tool", "content": f"{marked.sign}{number:0{DIGITS}d}", "name": word["function"]["name"]}
+    result |= {"tool_call_id": word["id"]} if "id" in word else {}
+    pieces = _pieces(template, marked, [*ended, result, result], tools)
+    at = next((at for at in range(1, len(pieces) - 2, 2) if int(pieces[at]) == last.number), None)
+    if at is None:
+        return len(written)
+    again = max(one for one in range(1, len(pieces), 2) if pieces[one] == pieces[at + 2])
+    begins = len(pieces[at + 1]) - _common_start(pieces[at + 1][::-1], pieces[again - 1][::-1])
+    found = template.marker.finditer(pieces[at + 1])
+    begins = next((one.end() for one in found if one.start() < begins < one.end()), begins)
+    return begins if written.startswith(pieces[at + 1][:begins]) else len(written)
 
 
 def _common_start(one: str, other: str) -> int:
