@@ -46,7 +46,7 @@ from treetrain.data.records import (
     row_facts,
     unknown,
 )
-from treetrain.data.spans import Found, Span, find_messages
+from treetrain.data.spans import Found, Span, find_messages, missing
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect, quoted, shortened
 
@@ -325,12 +325,8 @@ def _calls(
         calls.append(_call(renderer, messages[: turn + 1], tools, whole, notes, facts | own))
         last = turn
     if calls:
-        try:
-            context = find_messages(renderer, messages[: last + 1], tools, whole)
-        except DataError:
-            notes.add("the template rewrites earlier messages in the prompt of a call", f"message {last}")
-        else:
-            _check_found(messages[:last], context, notes, context=True)
+        for number in missing(messages[:last], whole):
+            notes.add(NOT_RENDERED.format(messages[number]["role"]), f"message {number}")
         if turns[-1] + 1 < len(messages):
             notes.add("messages after the last assistant message are in no call")
     return calls
@@ -360,6 +356,7 @@ def _call(
     return ChatRow(texts=texts, spans=[(start + moved, end + moved)], messages=[answer], facts=facts)
 
 
+NOT_RENDERED = "a {} message does not appear in the rendered text as it is: the template drops or rewrites it"
 LOST = (
     "cannot be found in what the chat template renders; pass another template, e.g. --chat-template chatml, or leave "
     "the message out of the loss (`weight: 0`)"
@@ -370,27 +367,23 @@ LOST_CALLS = (
 )
 
 
-def _check_found(messages: Sequence[Message], found: Found, notes: Notes, *, context: bool = False) -> None:
+def _check_found(messages: Sequence[Message], found: Found, notes: Notes) -> None:
     """Note what the template drops, and raise DataError if that is a part of a trained answer.
 
     Args:
         messages: those to be checked.
         found: the messages in the rendering.
         notes: receives the remarks.
-        context: whether no answer among them is trained.
     """
     for number, parts in sorted(found.dropped.items()):
-        if number >= len(messages):
-            continue
         message, where = messages[number], f"message {number}"
         if message["role"] != "assistant":
-            what = f"a {message['role']} message does not appear in the rendered text as it is"
-            notes.add(f"{what}: the template drops or rewrites it", where)
+            notes.add(NOT_RENDERED.format(message["role"]), where)
             continue
-        if "thinking" in parts and not context:
+        if "thinking" in parts:
             notes.add("the template drops the thinking of an assistant message, so it is not trained", where)
         lost = LOST if "text" in parts else LOST_CALLS if "call" in parts else None
-        if lost and message.get("weight", 1.0) and not context and not says_nothing(message):
+        if lost and message.get("weight", 1.0) and not says_nothing(message):
             raise DataError(f"{where} (assistant) {lost}")
         if lost and not says_nothing(message):
             notes.add("the template drops an assistant message that is not trained, or its calls", where)
@@ -446,6 +439,7 @@ class Renderer:
         self.reasoning_key = next((key for key in REASONING_KEYS if re.search(rf"\b{key}\b", self.source)), "")
         self.reasoning_key = self.reasoning_key or REASONING_KEYS[0]
         self.edges: dict[tuple[Json, ...], int] = {}
+        self.shapes: dict[str, list[str]] = {}
         self._cache: dict[str, Encoded] = {}
         self._cached = 0
         self._wants_parts = False

@@ -34,6 +34,11 @@ THINK_TAG = re.compile(r"(</?think>)")
 """Templates look for these in the text of an answer, so marks stand between them."""
 DIGITS = 7
 """Of the number of a mark."""
+SHAPES = 1024
+"""Conversations whose rendering with marks is kept."""
+SHAPE = ("role", "content", "tool_calls")
+"""Keys of messages that mostly decide, with thinking, what a template writes around values."""
+CALL_ID = re.compile(r"'id': '[^']*', ")
 
 
 class Template(Protocol):
@@ -49,6 +54,8 @@ class Template(Protocol):
     """The special token that ends an answer of text; empty if there is none."""
     edges: dict[tuple[Json, ...], int]
     """What was found on the text around answers, which is the same in all conversations."""
+    shapes: dict[str, list[str]]
+    """Messages with marks, and what the template wrote around the marks."""
 
     def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
         """The text of messages; raises DataError."""
@@ -141,11 +148,7 @@ def find_messages(
     ways += [(ways[-1][0], re.compile(f"(</?think>|{template.marker.pattern})"), fully) for fully in (True, False)]
     for chosen, tags, fully in ways:
         marked = _marked(template, messages, chosen, tags, text, fully=fully)
-        try:
-            places = _places(text, template.render(marked.messages, tools), marked)
-        except DataError:  # a template may refuse what it does not know
-            continue
-        if places is not None:
+        if (places := _rendered_places(template, marked, tools, text, prompt)) is not None:
             break
     else:
         raise DataError(
@@ -157,11 +160,20 @@ def find_messages(
     for number, value in enumerate(marked.values):
         if number not in found and (value.value != "" or messages[value.message]["role"] == "assistant"):
             dropped.setdefault(value.message, set()).add(value.part)
-    if prompt is None:
-        for number in every - chosen:
-            if messages[number]["content"].strip() not in text:
-                dropped.setdefault(number, set()).add("text")
+    if prompt is None and chosen is answers:
+        for number in missing(messages, text):
+            dropped.setdefault(number, set()).add("text")
     return Found(list(_spans(template, marked, tools, places, prompt)), dropped)
+
+
+def missing(messages: Sequence[Message], text: str) -> list[int]:
+    """Numbers of messages of others than the model whose text is not in a rendering."""
+    others = [(number, one["content"].strip()) for number, one in enumerate(messages) if one["role"] != "assistant"]
+    return [
+        number
+        for number, content in others
+        if not any(form in text for form in Value(number, "text", content).forms())
+    ]
 
 
 # Marks
@@ -233,9 +245,42 @@ def _marked(
     return _Marked(changed, values, sign, re.compile(rf"(?:{sign}|{escaped}|{base})(\d{{{DIGITS}}})"))
 
 
-def _places(text: str, rendered: str, marked: _Marked) -> list[Place] | None:
-    """The values in the text, in its order; None if the rendering with marks is not that of the text."""
-    pieces = marked.pattern.split(rendered)
+def _rendered_places(
+    template: Template, marked: _Marked, tools: Tools, text: str, prompt: str | None
+) -> list[Place] | None:
+    """The values in the text, in its order; None if the rendering with marks is not that of the text.
+
+    Messages that were written before with other values are not rendered again if the same pieces and the values are
+    the text: where each of them stands is then known as well.
+    """
+    asked = prompt if prompt is not None and text.startswith(prompt) else ""
+    shown = marked.messages if prompt is None else marked.messages[-1:]
+    key = str([prompt is None, *([one.get(name) for name in (template.reasoning_key, *SHAPE)] for one in shown)])
+    key = CALL_ID.sub("", key)
+    if (known := template.shapes.get(key)) is not None:
+        places = _places(text, [asked + known[0], *known[1:]], marked)
+        if places is not None:
+            return places
+    try:
+        pieces = marked.pattern.split(template.render(marked.messages, tools))
+    except DataError:  # a template may refuse what it does not know
+        return None
+    places = _places(text, pieces, marked)
+    if places is not None and (prompt is None or (asked and pieces[0].startswith(asked))):
+        if len(template.shapes) == SHAPES:
+            template.shapes.clear()
+        template.shapes[key] = [pieces[0][len(asked) :], *pieces[1:]]
+    return places
+
+
+def _places(text: str, pieces: list[str], marked: _Marked) -> list[Place] | None:
+    """The values between these pieces of the text; None if that is not the text.
+
+    Args:
+        text: the rendering of the messages as they are.
+        pieces: what the template writes around marks; every second one is the number of a mark.
+        marked: the messages with marks.
+    """
     if not text.startswith(pieces[0]):
         return None
     found: list[Place] = []
