@@ -124,6 +124,7 @@ class ChatReader:
     def rows(self, record: Record, notes: Notes) -> list[ChatRow]:
         """The rows of one record as text. Raises DataError without the place."""
         settings, renderer, facts = self.settings, self.renderer, row_facts(record, notes)
+        notes.masks = "the completion"
         if "messages" not in record:
             notes.unused_keys(unknown(record, TEXT_KEYS))
             return [_text_row(renderer, record, notes, facts)]
@@ -131,6 +132,7 @@ class ChatReader:
         keys: list[str] = []
         placed: list[PlacedImage] = []
         listed = [] if settings.image_reader is None else listed_images(record)
+        notes.masks = "the answers, as the chat template writes them"
         messages = clean_messages(record["messages"], notes, self._place_image(keys, placed, listed))
         if listed:  # as TRL does where messages do not say where images stand
             messages = self._placed_first(messages, placed, listed)

@@ -107,7 +107,7 @@ def load(
         limit: read at most this many records over all files.
         collect: receives an iterator over the rows and returns those to keep; `list` keeps all. A row for whose group
             and episode its method `wants`, if it has one, returns False is left out before it is checked and
-            tokenised.
+            tokenised. If its attribute `apart` is true, the notes are those on the record of the last row.
         count: "per trajectory" counts a trained token in every row that trains it; "once" in the first of them only, by
             a weight of 0 in the others. Rows with an `episode` are compared within it, others with each other.
 
@@ -123,6 +123,7 @@ def load(
     schemas = _tools_of(tools)
     settings = _settings(tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images)
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
+    reading.apart = getattr(collect, "apart", False)
     found = (found for path in paths for found in read_records(path, reading.notes))
     return reading.finished(collect(reading.rows(found, f"{paths[0]}: {NOTHING}", getattr(collect, "wants", None))))
 
@@ -301,6 +302,8 @@ class _Reading:
     skipped: list[str] = dataclasses.field(default_factory=list)
     records: int = 0
     made: int = 0
+    apart: bool = False
+    """Whether notes are those on the present record."""
     first: tuple[str, Record] = ("", {})
     """The first record that could be read, and its place."""
 
@@ -363,10 +366,14 @@ class _Reading:
         size = 0
         for self.records, (place, record) in enumerate(records, 1):
             self.notes.place = place
+            if self.apart:
+                self.notes.clear()
             found = record if isinstance(record, DataError) else self._rows(record)
+            if self.apart and self.notes.masks:
+                self.notes.add(f"what is trained: {self.notes.masks}")
             pending.append((place, found))
             size += 0 if isinstance(found, DataError) else sum(map(len, found))
-            if size > TOKENISED_TOGETHER or isinstance(found, DataError):
+            if size > TOKENISED_TOGETHER or isinstance(found, DataError) or self.apart:
                 yield from self._tokenised(pending)
                 pending, size = [], 0
         yield from self._tokenised(pending)

@@ -43,9 +43,16 @@ class Notes:
     def __init__(self, place: str = "") -> None:
         self.place = place
         """File and line of the current record."""
+        self.masks = ""
+        """Where the loss weights of the current record come from."""
         self._count: dict[str, int] = {}
         self._first: dict[str, str] = {}
         self._unused: dict[str, Counter[str]] = {}
+
+    def clear(self) -> None:
+        """Forget all remarks."""
+        for remarks in (self._count, self._first, self._unused):
+            remarks.clear()
 
     def add(self, text: str, where: str | None = "") -> None:
         """Add a remark on the current record; `where` names a part of it, None means no record."""
