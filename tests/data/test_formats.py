@@ -331,7 +331,9 @@ def test_a_key_that_no_reader_knows_is_named_with_its_path(read, tmp_path, monke
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     monkeypatch.setattr("treetrain.data.records.LISTED", 1000)
     (note,) = [note for note in read(file).notes if "colour" in note]
-    assert note.startswith("keys that may say what to train and are not used: ") and f"'{named}colour_score' (1)" in note
+    assert (
+        note.startswith("keys that may say what to train and are not used: ") and f"'{named}colour_score' (1)" in note
+    )
 
 
 def test_keys_in_json_that_is_logged_as_text_are_named(bytes_tokenizer):

@@ -108,3 +108,134 @@ def test_masks_are_those_of_trls_templates_but_for_line_feeds_headers_and_empty_
             rest = re.sub(r"<think>|</think>|\s", "", text)
             assert rest in {*headers, *(header.rpartition("\n")[2] for header in headers), ""}, text
     assert compared >= 2
+
+
+# Written after Command A's template: a call is followed by a block of results, which is there without results, too.
+COMMAND = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' and m.tool_calls %}"
+    "{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>' + (m.tool_plan or '') + '<|END_THINKING|>' }}"
+    "{{- '<|START_ACTION|>[' }}{%- for c in m.tool_calls %}"
+    "{{- '{\"tool_name\": \"' + c.function.name + '\", \"parameters\": ' + (c.function.arguments | tojson) + '}' }}"
+    "{%- endfor %}{{- ']<|END_ACTION|><|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' }}"
+    "{{- '<|START_TOOL_RESULT|>[' }}"
+    "{%- for r in messages[loop.index0 + 1:] if r.role == 'tool' %}{{- r.content | tojson }}{%- endfor %}"
+    "{{- ']<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}"
+    "{%- elif m.role == 'assistant' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"
+    "{{- '<|START_RESPONSE|>' + m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}"
+    "{%- elif m.role != 'tool' %}"
+    "{{- '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m.content + '<|END_OF_TURN_TOKEN|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'tool' %}"
+    "{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"
+)
+# Writes what the model says and calls, and no call without text beside it; the last answer has no end.
+NO_LAST_END = (
+    "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- for c in m.tool_calls or [] %}"
+    "{{- '<call>' + c.function.name + '(' + c.function.arguments + ')</call>' }}{%- endfor %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}{#- and <|user|>, <|tool|> #}"
+)
+# Writes the text of messages alone, as Llama 3's, Phi's and many others.
+NO_CALLS = (
+    "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '<|end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+SUNNY = CONVERSATIONS["a call"]
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v3", "gemma4_v5", "diffusion_gemma"])
+def test_a_result_that_the_template_writes_into_the_models_turn_is_not_trained(trained, name, view):
+    rows, _ = trained(SUNNY, (FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), view=view)
+    call, answer = (text for row in rows for text in row)
+    assert call == '<|tool_call>call:weather{city:<|"|>Bern<|"|>,days:5}<tool_call|>'
+    assert answer.strip() == "It is sunny.<turn|>"
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+def test_a_block_of_results_and_the_next_header_behind_a_call_are_not_trained(trained, view):
+    asks = calling(call(city="Bern"), reasoning_content="I ask.")
+    rows, notes = trained([ASKED, asks, *SUNNY[2:]], COMMAND, view=view)
+    action = '[{"tool_name": "weather", "parameters": {"city": "Bern"}}]<|END_ACTION|><|END_OF_TURN_TOKEN|>'
+    assert [text for row in rows for text in row] == [
+        f"<|START_THINKING|>I ask.<|END_THINKING|><|START_ACTION|>{action}",
+        "<|START_RESPONSE|>It is sunny.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    ]
+    assert not [note for note in notes if "drops" in note]
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+def test_calls_that_the_template_does_not_write_are_refused_unless_they_are_not_trained(trained, view):
+    with pytest.raises(DataError, match=r"message 1 \(assistant\) calls tools, and the chat template writes none"):
+        trained(SUNNY, NO_CALLS, view=view)
+    rows, notes = trained([ASKED, SUNNY[1] | {"weight": 0}, *SUNNY[2:]], NO_CALLS, view=view)
+    assert [text for row in rows for text in row] == ["It is sunny.<|end|>"]
+    assert view == "calls" or any("drops an assistant message that is not trained" in note for note in notes)
+
+
+def test_one_of_two_parallel_calls_that_the_template_writes_alone_is_refused(trained):
+    template = (FOLDER / "gptoss.jinja").read_text(encoding="utf-8")
+    with pytest.raises(DataError, match="writes none or not all of the calls"):
+        trained([ASKED, calling(call(city="Bern"), call(city="Rome")), result("a")], template)
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+def test_a_template_that_joins_arguments_as_text_gets_the_text_of_the_log(trained, view):
+    spelt = {"id": "c00000001", "type": "function", "function": {"name": "f", "arguments": '{"a":1,  "b": "x"}'}}
+    rows, notes = trained([ASKED, calling(spelt), result("y"), said("assistant", "done")], NO_LAST_END, view=view)
+    texts = [text for row in rows for text in row]
+    assert texts[0].startswith('<call>f({"a":1,  "b": "x"})</call>') and texts[1] == "done"
+    assert any("writes no special token at the end of an answer" in note for note in notes)
+
+
+def test_the_token_that_begins_the_next_message_ends_an_answer_where_the_template_writes_no_end(trained):
+    rows, _ = trained(CONVERSATIONS["answers"], NO_LAST_END)
+    assert rows == [["It is sunny.<|user|>", "Rain."]]
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+def test_both_tokens_that_end_a_turn_are_trained(trained, view):
+    rows, _ = trained([ASKED, said("assistant", "Sun.")], (FOLDER / "cohere2.jinja").read_text("utf-8"), view=view)
+    assert rows == [["Sun.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"]]
+
+
+def test_thinking_and_a_call_of_one_answer_are_trained_with_what_the_model_writes_between(trained):
+    messages = [ASKED, calling(call(city="Bern"), reasoning_content="I must look."), result("20 m")]
+    rows, _ = trained(messages, (FOLDER / "gptoss.jinja").read_text(encoding="utf-8"))
+    (text,) = rows[0]
+    assert text.startswith("<|channel|>analysis<|message|>I must look.<|end|><|start|>assistant to=functions.weather")
+    assert text.endswith('{"city": "Bern"}<|call|>')
+
+
+@pytest.mark.parametrize("tag", ["", "<think>"])
+def test_thinking_that_the_template_drops_is_noted_with_and_without_its_opening_tag(trained, tag):
+    thought = f"{tag}I know.\n</think>\n\nIt is sunny."
+    messages = [ASKED, said("assistant", thought), said("user", "And then?"), said("assistant", "Rain.")]
+    rows, notes = trained(messages, (FOLDER / "qwen3.jinja").read_text(encoding="utf-8"))
+    assert rows == [["It is sunny.<|im_end|>", "Rain.<|im_end|>"]]
+    assert any("drops the thinking of an assistant message, so it is not trained" in note for note in notes)
+
+
+def test_texts_that_look_like_the_template_or_like_marks_do_not_move_the_spans(trained):
+    nasty = 'x<|end|><|user|>Weather in Bern?<|end|><|assistant|>It is sunny. \ue000\ue0000000001 9137000000 {"a": 1}'
+    messages = [ASKED, said("assistant", nasty), said("user", nasty), said("assistant", "It is sunny.")]
+    for view in ("transcript", "calls"):
+        rows, _ = trained(messages, NO_CALLS, view=view)
+        assert "".join("".join(row) for row in rows) == f"{nasty}<|end|>It is sunny.<|end|>"
+
+
+def test_a_template_that_rewrites_what_messages_say_is_refused(trained):
+    template = NO_CALLS.replace("m.content", "m.content[::-1] | upper")
+    with pytest.raises(DataError, match="rewrites what the messages say"):
+        trained([ASKED, said("assistant", "It is sunny.")], template)
+
+
+def test_other_values_in_the_shape_of_earlier_messages_have_the_spans_of_a_rendering_of_their_own(reader):
+    made = reader(NO_CALLS)
+    for number in range(40):
+        words = "a" * (number + 1)
+        messages = [said("user", words), said("assistant", f"{words} b"), said("user", "c"), said("assistant", words)]
+        (row,) = made({"messages": messages}, Notes())
+        assert runs(made.settings.tokenizer, row.ids, row.loss_weights) == [f"{words} b<|end|>", f"{words}<|end|>"]
+    assert len(made.renderer.shapes) == 1

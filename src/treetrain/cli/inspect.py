@@ -131,7 +131,9 @@ def _show(options: Namespace) -> int:
             shown.append(f"(weight {weight:g})", "dim")
     described = ", ".join(f"{name} {value}" for name, value in facts.items())
     marked = "in colour" if out.is_terminal else "in ⟦ ⟧"
-    head = f"row {options.show}, read as {found.format}: {len(row):,} tokens, {trained:,} trained ({marked}); {described}"
+    head = (
+        f"row {options.show}, read as {found.format}: {len(row):,} tokens, {trained:,} trained ({marked}); {described}"
+    )
     out.print(head, markup=False, soft_wrap=True)
     out.print(shown, soft_wrap=True)
     for note in found.notes:

@@ -549,7 +549,13 @@ class Renderer:
         return bool(re.search(rf"(?:{self.marker.pattern})\s*$", text))
 
     def row(
-        self, text: str, spans: list[tuple[int, int]], messages: list[Message], facts: dict[str, Json], *, add_bos: bool = False
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        messages: list[Message],
+        facts: dict[str, Json],
+        *,
+        add_bos: bool = False,
     ) -> ChatRow:
         """A row of one text. A slow tokenizer gives no character offsets, so each span is tokenised by itself."""
         edges = [0, *(edge for span in spans for edge in span), len(text)]

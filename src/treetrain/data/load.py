@@ -420,7 +420,6 @@ class _Reading:
         tracked = None if self.kind.name == "tokens" else TrackedRecord(mapped)
         if mapped.get(MASKED) is True:
             self.notes.add(f"a record with `{MASKED}` is no row")
-            self.made += 1
             return made
         try:
             for row in map(self._with_image_key, self._converted(mapped if tracked is None else tracked)):

@@ -37,7 +37,16 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 TRAIN_KEYS = ("train", "trainable", "training", "loss", "loss_mask", "step_loss_mask")
 FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "stopReason", "done_reason", "status")
 CUT = ("length", "max_tokens", "max_output_tokens", "incomplete", "model_length", "model_context_window_exceeded")
-CUT += ("content_filter", "content-filter", "content_filtered", "guardrail_intervened", "safety", "recitation", "abort", "error")
+CUT += (
+    "content_filter",
+    "content-filter",
+    "content_filtered",
+    "guardrail_intervened",
+    "safety",
+    "recitation",
+    "abort",
+    "error",
+)
 """Finish reasons of answers that were cut off, in the words of several APIs."""
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", "cut"}
 MESSAGE_KEYS |= set(REASONING_KEYS)
@@ -150,7 +159,9 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
         cleaned["weight"] = 0
     cleaned["role"] = role = ROLE_ALIASES.get(role, role)
     if "train_detail" in cleaned:
-        raise DataError(f"{where} has `train_detail`, parts of a message that are trained, which is not read; take token rows")
+        raise DataError(
+            f"{where} has `train_detail`, parts of a message that are trained, which is not read; take token rows"
+        )
     if "loss_weight" in cleaned:
         cleaned["weight"] = cleaned.pop("loss_weight") if "weight" not in cleaned else cleaned["weight"]
     content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")

@@ -83,10 +83,8 @@ class Notes:
             if telling:
                 listed = ", ".join(f"{name[-80:]!r} ({count})" for name, count in telling[:LISTED])
                 more = f" and {len(telling) - LISTED} more" if len(telling) > LISTED else ""
-                lines.append(
-                    f"{of} that may say what to train and are not used: {listed}{more}; --map KEY=PATH reads one; first: "
-                    f"{self._short(of)}"
-                )
+                cure = f"--map KEY=PATH reads one; first: {self._short(of)}"
+                lines.append(f"{of} that may say what to train and are not used: {listed}{more}; {cure}")
             if rest := len(names) - len(telling):
                 such = next(name for name, count in ordered if (name, count) not in telling)
                 lines.append(f"{of} that are not used: {rest}, such as {such[-80:]!r}; first: {self._short(of)}")

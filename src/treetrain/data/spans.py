@@ -170,9 +170,7 @@ def missing(messages: Sequence[Message], text: str) -> list[int]:
     """Numbers of messages of others than the model whose text is not in a rendering."""
     others = [(number, one["content"].strip()) for number, one in enumerate(messages) if one["role"] != "assistant"]
     return [
-        number
-        for number, content in others
-        if not any(form in text for form in Value(number, "text", content).forms())
+        number for number, content in others if not any(form in text for form in Value(number, "text", content).forms())
     ]
 
 
@@ -326,9 +324,7 @@ def _spans(
         before = places[min(new) - 1].number if min(new) else None
         opening = _opening(template, marked, tools, first, before, prompt)
         after = places[max(new) + 1].number if max(new) + 1 < len(places) else None
-        yield Span(
-            first.start - opening, end.end + _closing(template, marked, tools, end, after), message, end.end
-        )
+        yield Span(first.start - opening, end.end + _closing(template, marked, tools, end, after), message, end.end)
 
 
 def _opening(
@@ -403,9 +399,7 @@ def _written_after(
     return next((pieces[at + 1] for at in range(1, len(pieces), 2) if int(pieces[at]) == number), None)
 
 
-def _before_results(
-    template: Template, marked: _Marked, ended: list[Message], tools: Tools, last: Place
-) -> int:
+def _before_results(template: Template, marked: _Marked, ended: list[Message], tools: Tools, last: Place) -> int:
     """How much of what follows the last value of a call does not begin the result of a tool.
 
     What also stands between two results begins a result, even if it is written without one.

@@ -12,9 +12,10 @@ from treetrain.inspection.prepared import Decodes
 
 @dataclasses.dataclass
 class OneRow:
-    """Keeps the row of a number, counted from 1. Pass it to `tt.load` as `collect`; the notes are then on its record."""
+    """Keeps one row. Pass it to `tt.load` as `collect`; the notes are then on the row's record."""
 
     number: int
+    """Of the row, counted from 1."""
     apart = True
     """`tt.load` keeps the notes of records apart."""
 

@@ -515,7 +515,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
 
 def _check_rows(name: str, rows: Sequence[Trajectory] | None, loss: Loss) -> None:
-    """Raise DataError unless there are rows, all of them are trajectories, and none is rejected that would be imitated."""
+    """Raise DataError if there are no rows, one is no trajectory, or the loss would imitate one that is rejected."""
     if rows is None:
         return
     if not len(rows):
@@ -534,11 +534,10 @@ def _check_rows(name: str, rows: Sequence[Trajectory] | None, loss: Loss) -> Non
             "take only what is not rejected (--where chosen=True; in Python row.chosen is not False)"
         )
     rewards = columns.reward[columns.trained & ~np.isnan(columns.reward)]
-    if len(rewards) and (rewards.min() < rewards.max() or rewards.min() < 0):
+    if name == "train_dataset" and len(rewards) and (rewards.min() < rewards.max() or rewards.min() < 0):
         logger.warning(
-            "%s: rows have rewards from %g to %g, and the loss sft does not read them: every row is imitated alike. A "
+            "rows have rewards from %g to %g, and the loss sft does not read them: every row is imitated alike. A "
             "policy loss (--loss reinforce) reads them, or leave rows with low rewards out",
-            name,
             rewards.min(),
             rewards.max(),
         )

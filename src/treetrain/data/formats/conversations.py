@@ -432,7 +432,9 @@ def _completed(known: Record, prompt: Json, completion: Json, notes: Notes) -> R
         notes.add("the log has no prompt, so the answer is trained without one")
     if isinstance(completion, str) and isinstance(prompt, str | None):
         if prompt and completion.startswith(prompt):
-            notes.add("an answer begins with its prompt, which then stands twice in the row; take it out of one of them")
+            notes.add(
+                "an answer begins with its prompt, which then stands twice in the row; take it out of one of them"
+            )
         return {**known, "prompt": prompt or "", "completion": completion}
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
