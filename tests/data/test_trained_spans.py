@@ -217,6 +217,23 @@ def test_thinking_that_the_template_drops_is_noted_with_and_without_its_opening_
     assert any("drops the thinking of an assistant message, so it is not trained" in note for note in notes)
 
 
+def test_an_empty_answer_trains_its_end_and_is_noted_where_the_template_writes_nothing_for_it(trained):
+    messages = [ASKED, said("assistant", ""), said("user", "And then?"), said("assistant", "Rain.")]
+    assert trained(messages, NO_CALLS)[0] == [["<|end|>", "Rain.<|end|>"]]
+    rows, notes = trained(messages, NO_CALLS.replace("in messages %}", "in messages if m.content %}"))
+    assert rows == [["Rain.<|end|>"]] and any("writes nothing for an empty answer" in note for note in notes)
+
+
+def test_an_answer_that_the_template_tears_apart_is_trained_in_all_of_its_places_and_noted(trained):
+    messages = [ASKED, calling(call(city="Bern"), content="I look."), *SUNNY[2:]]
+    rows, notes = trained(messages, (FOLDER / "gemma4.jinja").read_text(encoding="utf-8"))
+    assert [text.strip() for text in rows[0]][:2] == [
+        '<|tool_call>call:weather{city:<|"|>Bern<|"|>}<tool_call|>',
+        "I look.<turn|>",
+    ]
+    assert any("writes one answer in several places" in note for note in notes)
+
+
 def test_texts_that_look_like_the_template_or_like_marks_do_not_move_the_spans(trained):
     nasty = 'x<|end|><|user|>Weather in Bern?<|end|><|assistant|>It is sunny. \ue000\ue0000000001 9137000000 {"a": 1}'
     messages = [ASKED, said("assistant", nasty), said("user", nasty), said("assistant", "It is sunny.")]

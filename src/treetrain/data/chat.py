@@ -1,10 +1,9 @@
 """Conversations to trajectories: loss on the assistant's messages, one row per transcript or one per LLM call.
 
-A chat template turns messages into text, and does not say which characters come from which message. So the text is
-rendered again with placeholders for the assistant's messages: text that stays the same comes from the template, text
-that changes comes from a message. The model is trained on what it generated: the body, with its think block and tool
-calls as the template writes them, and the token that ends the turn. It is not trained on the header, on an empty think
-block that the message does not have, or on the end of a turn that was cut off.
+The model is trained on what it generated: the body, with its think block and tool calls as the template writes them,
+and the token that ends the turn (`spans` finds them). It is not trained on the header, on an empty think block that the
+message does not have, or on the end of a turn that was cut off. A part of an answer that the template drops is refused,
+or noted where it is thinking; so is a message of others.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from itertools import pairwise
@@ -278,9 +278,14 @@ def _transcript(
     found = find_messages(renderer, messages, tools, text)
     _check_found(messages, found, notes)
     turns = _turns(messages)
+    places = Counter(span.message for span in found.spans)
     some = any("advantage" in messages[turn] for turn in turns)
     for turn in turns:
         message = messages[turn]
+        if not places[turn] and message.get("weight", 1.0):  # others that are not found are refused
+            notes.add("the template writes nothing for an empty answer, so it is not trained", f"message {turn}")
+        if places[turn] > 1:
+            notes.add("the template writes one answer in several places; all of them are trained", f"message {turn}")
         if "reward" in message:
             raise DataError(
                 f"message {turn} has a reward, but a transcript is one row with one reward; read every call as a row "
