@@ -249,3 +249,42 @@ def test_figures_and_picture_fit_80_columns(treetrain, chat_file, model_folder, 
     tables, why, _ = treetrain(*argv).out.partition("why not more")
     assert why and "FLOP-ideal speed-up" in tables and "in batches of 3" in tables
     assert max(map(len, tables.splitlines())) <= 80
+
+
+def test_a_row_is_shown_as_it_is_trained_with_what_was_dropped_and_where_its_mask_comes_from(
+    treetrain, tmp_path
+) -> None:
+    said = [
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "x"},
+    ]
+    path = tmp_path / "chat.jsonl"
+    rows = [{"messages": said[:2], "colour": 1}, {"messages": [*said, {"role": "assistant", "content": "\x1b[31m3"}]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    argv = ("inspect", path, "--tokenizer", "tiny", "--chat_template", "chatml")
+    first, second = (treetrain(*argv, "--show", str(number)) for number in (1, 2))
+    assert first.code == second.code == 0
+    assert "<|im_start|>assistant\n⟦2<|im_end|>⟧\n" in first.out and first.out.count("⟦") == 2
+    assert "keys that are not used: 1, such as 'colour'" in first.out and "not used" not in second.out
+    assert "what is trained: the answers, as the chat template writes them" in first.out
+    assert second.out.count("⟧") == 3 and "\x1b" not in second.out
+    shown = treetrain(*argv, "--show", "2", "--json").json
+    assert next(piece["text"] for piece in shown["pieces"] if piece["weight"]) == "2<|im_end|>"
+    assert "there is no row 3: the files have 2 rows" in treetrain(*argv, "--show", "3").error
+
+
+def test_token_rows_are_shown_as_ids_and_the_keys_of_their_masks_are_named(treetrain, tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "loss_weights": [0, 1, 0.5, 1]}\n')
+    shown = treetrain("inspect", path, "--show", "1").out
+    assert "5 6⟦7⟧(weight 0.5)⟦8⟧" in shown and "what is trained: `loss_mask` times `loss_weights` of the row" in shown
+
+
+def test_nothing_to_train_is_no_verdict_and_no_success(treetrain, tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [5, 6], "loss_mask": [0, 0]}\n')
+    for more in ((), ("--json",), ("--show", "1")):
+        answer = treetrain("inspect", path, *more)
+        assert answer.code == 1 and "Train as a tree" not in answer.out
+    assert treetrain("inspect", path, "--json").json["verdict"].startswith("Nothing to train")

@@ -37,6 +37,16 @@ def test_training_writes_a_folder_that_transformers_loads(treetrain, token_file,
     assert len(logged(out)) == 3
 
 
+def test_the_default_loss_trains_no_rejected_answer(treetrain, model_folder, tmp_path) -> None:
+    said = {"prompt": "Name a tree", "chosen": "An oak.", "rejected": "A bus."}
+    for name, row in {"pairs": said, "labels": {"prompt": "a", "completion": "b", "label": False}}.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row))
+        argv = ("train", path, "--model", model_folder, "--output_dir", tmp_path / name, "--max_steps", "1", *QUIET)
+        error = treetrain(*argv).error
+        assert "is rejected (chosen=False)" in error and "--loss dpo" in error and "--where chosen=True" in error
+
+
 @pytest.mark.slow
 def test_tree_and_linear_runs_agree_on_conversations(treetrain, chat_file, model_folder, tmp_path) -> None:
     argv = ("train", chat_file, "--model", model_folder, "--view", "calls", "--tokens_per_step", "150", *QUIET)

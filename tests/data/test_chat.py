@@ -23,8 +23,9 @@ def tool_call(arguments='{"a": 1}'):
     return {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-def conversation():
-    return [
+def conversation(template="chatml"):
+    """A conversation; without calls where the template writes none."""
+    messages = [
         said("system", "be brief"),
         said("user", "hello"),
         said("assistant", "hello there"),
@@ -34,6 +35,7 @@ def conversation():
         said("assistant", "the answer is 4"),
         said("user", "bye"),
     ]
+    return messages if template != "plain" else messages[:4] + messages[6:]
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ EXPECTED = {
     "strict": ["hello there<|im_end|>", TOOL_TURN, "the answer is 4<|im_end|>"],
     "think_dropping": ["hello there<|im_end|>", TOOL_TURN, "the answer is 4<|im_end|>"],
     "think_opening": ["hello there<|im_end|>", TOOL_TURN, "the answer is 4<|im_end|>"],
-    "plain": ["hello there</s>", "</s>", "the answer is 4</s>"],
+    "plain": ["hello there</s>", "the answer is 4</s>"],
 }
 
 
@@ -73,11 +75,12 @@ EXPECTED = {
 def test_a_transcript_trains_bodies_and_end_marks_of_assistant_messages_only(
     read, trained, template, bytes_tokenizer, templates
 ):
-    (row,) = read(conversation(), template)
+    (row,) = read(conversation(template), template)
     # In the plain template the space before a body is in the body's first token.
     assert [text.lstrip() for text in trained(row)] == EXPECTED[template]
-    cleaned = [m | {"content": m["content"] or ""} for m in conversation()]
-    cleaned[4]["tool_calls"] = [tool_call({"a": 1})]
+    cleaned = [m | {"content": m["content"] or ""} for m in conversation(template)]
+    if template != "plain":
+        cleaned[4]["tool_calls"] = [tool_call({"a": 1})]
     text = bytes_tokenizer.apply_chat_template(cleaned, chat_template=templates[template], tokenize=False)
     assert row.ids.tolist() == bytes_tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -86,8 +89,8 @@ def test_a_transcript_trains_bodies_and_end_marks_of_assistant_messages_only(
 def test_every_call_is_its_prompt_untrained_and_its_completion_trained(
     read, trained, template, bytes_tokenizer, templates
 ):
-    rows = read(conversation(), template, view="calls")
-    assert [row.id for row in rows] == [f"f.jsonl line 9/{n}" for n in range(3)]
+    rows = read(conversation(template), template, view="calls")
+    assert [row.id for row in rows] == [f"f.jsonl line 9/{n}" for n in range(len(rows))]
     assert [trained(row) for row in rows] == [[text] for text in EXPECTED[template]]
     prompt = bytes_tokenizer.apply_chat_template(
         conversation()[:2], chat_template=templates[template], tokenize=False, add_generation_prompt=True
@@ -252,7 +255,7 @@ def test_what_a_template_leaves_out_and_keys_without_use_are_noted(read):
     assert notes.lines() == (
         "a tool message does not appear in the rendered text as it is: the template drops or rewrites it "
         "(f.jsonl line 9 message 1)",
-        "keys that are not used: 'step' (1); first: f.jsonl line 9",
+        "keys that are not used: 1, such as 'step'; first: f.jsonl line 9",
     )
 
 

@@ -236,8 +236,8 @@ def test_messages_have_facts_of_their_own(read):
     said[3]["train"] = True
     with pytest.raises(DataError, match=r"message 3 has no `advantage` and other assistant messages have one"):
         read({"messages": said})
-    said[3]["train"] = 0
-    with pytest.raises(DataError, match=r"message 3: `train` is 0, expected true or false"):
+    said[3]["train"] = 2
+    with pytest.raises(DataError, match=r"message 3: `train` is 2, expected true or false"):
         read({"messages": said})
 
 
@@ -259,7 +259,7 @@ def test_nothing_that_a_template_drops_is_dropped_in_silence(read, bytes_tokeniz
     assert found.notes == (
         "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them) (row 0)",
         "the template drops the thinking of an assistant message, so it is not trained (row 0 message 2)",
-        "message keys that are not used: 'colour' (1); first: row 0",
+        "message keys that are not used: 1, such as 'colour'; first: row 0",
     )
 
 

@@ -326,19 +326,21 @@ def test_a_key_that_no_reader_knows_is_named_with_its_path(read, tmp_path, monke
     at = records
     for part in path.split("."):
         at = at[int(part)] if isinstance(at, list) else at[part]
-    at["colour"] = 1
+    at["colour_score"] = 1
     file = tmp_path / name
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     monkeypatch.setattr("treetrain.data.records.LISTED", 1000)
     (note,) = [note for note in read(file).notes if "colour" in note]
-    assert note.startswith("keys that are not used: ") and f"'{named}colour' (1)" in note
+    assert (
+        note.startswith("keys that may say what to train and are not used: ") and f"'{named}colour_score' (1)" in note
+    )
 
 
 def test_keys_in_json_that_is_logged_as_text_are_named(bytes_tokenizer):
     said = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    answer = {"choices": [{"message": {"role": "assistant", "content": '{"colour": 1}'}, "colour": 1}], "size": 2}
+    answer = {"choices": [{"message": {"role": "assistant", "content": '{"colour": 1}'}, "mask": 1}], "label": 2}
     _, notes = rows_of(bytes_tokenizer, {"request": json.dumps(said), "response": json.dumps(answer)})
-    assert "keys that are not used: 'response.size' (1), 'response.choices.colour' (1); first: row 0" in notes
+    assert "to train and are not used: 'response.label' (1), 'response.choices.mask' (1); --map KEY=PATH" in notes
 
 
 def rows_of(tokenizer, *records, **options):

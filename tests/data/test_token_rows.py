@@ -112,7 +112,7 @@ def test_unknown_keys_and_missing_labels_are_noted_not_swallowed():
         trajectory_from_token_row({"input_ids": [1], "colour": "red"}, notes)
     assert notes.lines() == (
         "no labels, loss_mask or loss_weights: every token is trained (2 times, first: f line 1)",
-        "keys that are not used: 'colour' (2); first: f line 1",
+        "keys that are not used: 1, such as 'colour'; first: f line 1",
     )
 
 

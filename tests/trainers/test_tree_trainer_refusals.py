@@ -57,6 +57,22 @@ def test_rows_and_losses_that_cannot_be_trained_are_refused(rows, settings, opti
         run(small_model(), rows(), options=options, max_steps=1, **settings)
 
 
+def test_sft_trains_no_rejected_row_and_says_once_that_it_does_not_read_rewards(caplog) -> None:
+    rows = [row.replace(reward=1.0) for row in branching_rows()]
+    pair = [rows[0].replace(pair="p", chosen=True), rows[1].replace(pair="p", chosen=False)]
+    for wrong in (pair, [rows[0], rows[1].replace(chosen=False)]):
+        with pytest.raises(DataError, match=r"train_dataset: .*is rejected .*1 of 2 .*--loss dpo.*--where chosen=True"):
+            TreeTrainer(small_model(), make_arguments(), wrong)
+    with pytest.raises(DataError, match=r"eval_dataset: .*is rejected"):
+        TreeTrainer(small_model(), make_arguments(), rows, pair)
+    context = rows[1].replace(chosen=False, loss_weights=0.0)
+    TreeTrainer(small_model(), make_arguments(), [rows[0].replace(pair="p", chosen=True), context])
+    TreeTrainer(small_model(), make_arguments(loss="dpo"), [row.replace(ref_logprobs=[0.0] * len(row)) for row in pair])
+    assert "rewards" not in caplog.text
+    TreeTrainer(small_model(), make_arguments(), worse := [rows[0], rows[1].replace(reward=-1.0)], worse)
+    assert caplog.text.count("rewards from -1 to 1, and the loss sft does not read them") == 1
+
+
 def test_a_reference_model_that_nothing_asks_for_is_refused() -> None:
     with pytest.raises(ValueError, match="no reference policy"):
         TreeTrainer(small_model(), make_arguments(), branching_rows(), ref_model=small_model())

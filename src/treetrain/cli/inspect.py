@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
+NOTHING_TRAINED = 1
+"""The exit code where no token of the rows has a loss weight."""
 EVERY = 10
 """Seconds between lines of progress where there is no terminal."""
 COMPARED = 50
@@ -52,6 +54,8 @@ def make_parser() -> Parser:
     text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."
     parser.flag("calibrate", text)
     parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
+    text = "Print row N as it is trained, and nothing else: its text with trained parts marked, and what was dropped."
+    parser.option("show", text, type=at_least(1), metavar="N")
     text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them."
     parser.option("batch_size", text, 8, type=at_least(1))
     parser.json_option()
@@ -64,6 +68,8 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.calibrate and (options.model is None or options.shape is not None):
         parser.error("--calibrate measures a model; name it with --model, and give no --shape")
+    if options.show is not None:
+        return _show(options)
     from treetrain.inspection.report import inspect_rows
     from treetrain.inspection.sample import Sampler
 
@@ -97,7 +103,44 @@ def run(argv: Sequence[str]) -> int:
         print_json(inspection.as_dict())
     else:
         _print(inspection)
-    return 0
+    return 0 if measured.stats.trained_flat else NOTHING_TRAINED
+
+
+def _show(options: Namespace) -> int:
+    """Print one row; trained text has a colour on a terminal, and brackets elsewhere."""
+    from rich.text import Text
+
+    from treetrain.inspection.one_row import OneRow, runs_of
+
+    found = read(options, collect=OneRow(options.show))
+    (row,) = found.rows
+    runs, trained = runs_of(row, found.tokenizer), int((row.weights != 0).sum())
+    names = ("id", "group", "episode", "reward", "pair", "chosen")
+    facts = {name: value for name in names if (value := getattr(row, name)) is not None}
+    if options.json:
+        pieces = [{"text": text, "weight": weight} for text, weight in runs]
+        facts |= {"format": found.format, "tokens": len(row), "trained": trained}
+        print_json(facts | {"pieces": pieces, "notes": list(found.notes)})
+        return 0 if trained else NOTHING_TRAINED
+    out, shown = console(), Text()
+    for text, weight in runs:
+        text = "".join(word if word.isprintable() or word in "\n\t" else "\N{REPLACEMENT CHARACTER}" for word in text)
+        text = text if weight == 0 or out.is_terminal else f"⟦{text}⟧"
+        shown.append(text, "bold dark_orange" if weight else "")
+        if weight not in (0, 1):
+            shown.append(f"(weight {weight:g})", "dim")
+    described = ", ".join(f"{name} {value}" for name, value in facts.items())
+    marked = "in colour" if out.is_terminal else "in ⟦ ⟧"
+    head = (
+        f"row {options.show}, read as {found.format}: {len(row):,} tokens, {trained:,} trained ({marked}); {described}"
+    )
+    out.print(head, markup=False, soft_wrap=True)
+    out.print(shown, soft_wrap=True)
+    for note in found.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    if not trained:
+        out.print("Nothing of this row is trained.", markup=False)
+    return 0 if trained else NOTHING_TRAINED
 
 
 class Progress:

@@ -1,10 +1,9 @@
 """Conversations to trajectories: loss on the assistant's messages, one row per transcript or one per LLM call.
 
-A chat template turns messages into text, and does not say which characters come from which message. So the text is
-rendered again with placeholders for the assistant's messages: text that stays the same comes from the template, text
-that changes comes from a message. The model is trained on what it generated: the body, with its think block and tool
-calls as the template writes them, and the token that ends the turn. It is not trained on the header, on an empty think
-block that the message does not have, or on the end of a turn that was cut off.
+The model is trained on what it generated: the body, with its think block and tool calls as the template writes them,
+and the token that ends the turn (`spans` finds them). It is not trained on the header, on an empty think block that the
+message does not have, or on the end of a turn that was cut off. A part of an answer that the template drops is refused,
+or noted where it is thinking; so is a message of others.
 """
 
 import contextlib
@@ -13,6 +12,7 @@ import hashlib
 import json
 import re
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import resources
@@ -25,7 +25,16 @@ from numpy.typing import NDArray
 
 from treetrain.data.killable import ChildError, Killable
 from treetrain.data.log_images import PlacedImage, images_in, listed_images
-from treetrain.data.messages import MESSAGE_KEYS, Message, PlaceImage, clean_messages, clean_tools, is_number
+from treetrain.data.messages import (
+    MESSAGE_KEYS,
+    REASONING_KEYS,
+    Message,
+    PlaceImage,
+    clean_messages,
+    clean_tools,
+    is_number,
+    says_nothing,
+)
 from treetrain.data.records import (
     NO_TOOLS,
     ROW_KEYS,
@@ -38,21 +47,23 @@ from treetrain.data.records import (
     row_facts,
     unknown,
 )
-from treetrain.data.trajectory import Trajectory, common_prefix
+from treetrain.data.spans import Found, Span, find_messages, missing
+from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect, quoted, shortened
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", "model"))
-CHAT_KEYS |= {"advantage", *ROW_KEYS}
+CHAT_KEYS |= {"advantage", "system_prompt", *ROW_KEYS}
 TEXT_KEYS = frozenset(("prompt", "completion", "finish_reason", "advantage", "model", *ROW_KEYS))
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
 """Keys of the images that a record has beside its messages or token ids."""
 CHAT_KEYS |= set(IMAGE_KEYS)
 IMAGE_TEXT = "<image>"
 """Stands for an image in a conversation that is inspected."""
-CHATML_END = "<|im_end|>"
+SPECIAL = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|<\|[^<>|\s]+>|<[^<>|\s]+\|>")
+"""Special tokens as chat templates spell them."""
 ENDED = ("stop", "end_turn", "eos")
 """Finish reasons of texts that the model ended itself."""
 CACHED_CHARACTERS = 1 << 24
@@ -61,11 +72,9 @@ RENDER_SECONDS = 10
 """A chat template that takes longer for one conversation is refused; it may loop without end."""
 RENDER_BYTES = 1 << 30
 """A chat template that takes more memory for one conversation is refused."""
-THINK = re.compile("<think>(.*?)</think>", re.DOTALL)
 EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")
 """What templates write in place of thinking that a message does not have."""
 
-Span = tuple[int, int]
 # Token ids of a text, and the character offsets where each token starts and ends.
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
@@ -76,7 +85,7 @@ class ChatRow:
 
     texts: tuple[str, ...]
     """Tokenised each by itself, and joined."""
-    spans: list[Span]
+    spans: list[tuple[int, int]]
     """Characters [start, end) of the joined texts that are trained."""
     messages: list[Message]
     """The message of each span, with its `weight` and `advantage`."""
@@ -116,6 +125,7 @@ class ChatReader:
     def rows(self, record: Record, notes: Notes) -> list[ChatRow]:
         """The rows of one record as text. Raises DataError without the place."""
         settings, renderer, facts = self.settings, self.renderer, row_facts(record, notes)
+        notes.masks = "the completion"
         if "messages" not in record:
             notes.unused_keys(unknown(record, TEXT_KEYS))
             return [_text_row(renderer, record, notes, facts)]
@@ -123,6 +133,7 @@ class ChatReader:
         keys: list[str] = []
         placed: list[PlacedImage] = []
         listed = [] if settings.image_reader is None else listed_images(record)
+        notes.masks = "the answers, as the chat template writes them"
         messages = clean_messages(record["messages"], notes, self._place_image(keys, placed, listed))
         if listed:  # as TRL does where messages do not say where images stand
             messages = self._placed_first(messages, placed, listed)
@@ -130,6 +141,7 @@ class ChatReader:
             raise DataError("messages have images at places that are not known; prepare the rows yourself")
         messages = [*_system(record, messages), *messages]
         messages = [_with_advantage(one, record) if one["role"] == "assistant" else one for one in messages]
+        messages = renderer.fitted([_unsaid(one, number, notes) for number, one in enumerate(messages)])
         if keys:
             facts["key"] = " ".join(str(one) for one in (facts["key"], *keys) if one is not None)
             notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
@@ -207,11 +219,25 @@ class ChatReader:
 
 def _system(record: Record, messages: list[Message]) -> list[Message]:
     """The system prompt that a record has beside its messages."""
-    if not record.get("system"):
+    name = next((name for name in ("system", "system_prompt") if record.get(name)), None)
+    if name is None:
+        return []
+    if messages[0]["role"] == "system" and messages[0]["content"] == record[name]:
         return []
     if any(message["role"] == "system" for message in messages):
-        raise DataError("the record has `system` and a system message; a template renders one: keep one of them")
-    return clean_messages([{"role": "system", "content": record["system"]}], Notes())
+        raise DataError(f"the record has `{name}` and a system message; a template renders one: keep one of them")
+    return clean_messages([{"role": "system", "content": record[name]}], Notes())
+
+
+def _unsaid(message: Message, number: int, notes: Notes) -> Message:
+    """The message, with weight 0 if it is an answer that ended before it said anything."""
+    if message["role"] != "assistant" or not says_nothing(message) or not message.get("weight", 1.0):
+        return message
+    if message.get("cut"):
+        notes.add("an answer that was cut off, or failed, before it said anything is not trained", f"message {number}")
+        return message | {"weight": 0}
+    notes.add("an empty answer: only the end of its turn is trained; `weight: 0` leaves it out", f"message {number}")
+    return message
 
 
 def _text_row(renderer: "Renderer", record: Record, notes: Notes, facts: dict[str, Json]) -> ChatRow:
@@ -221,7 +247,7 @@ def _text_row(renderer: "Renderer", record: Record, notes: Notes, facts: dict[st
     tokens does not show whether it was sampled.
     """
     prompt, completion = field(record, "prompt", str), field(record, "completion", str)
-    if renderer.last_marker_end(completion) is None:
+    if not renderer.ends(completion):
         if record.get("finish_reason") in ENDED:
             completion += getattr(renderer.tokenizer, "eos_token", None) or ""
         elif record.get("finish_reason") is None:
@@ -231,7 +257,9 @@ def _text_row(renderer: "Renderer", record: Record, notes: Notes, facts: dict[st
             )
     text = prompt + completion
     spans = [(len(prompt), len(text))]
-    return renderer.row(text, spans, [_with_advantage({}, record)], facts, add_bos=True)
+    bos = getattr(renderer.tokenizer, "bos_token", None)
+    add_bos = not (bos and text.startswith(bos))
+    return renderer.row(text, spans, [_with_advantage({}, record)], facts, add_bos=add_bos)
 
 
 def _with_advantage(message: Message, record: Record) -> Message:
@@ -248,13 +276,17 @@ def _transcript(
     renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Json]
 ) -> ChatRow:
     text = renderer.render(messages, tools)
-    _note_dropped(messages, text, notes)
-    spans = assistant_spans(renderer, messages, tools, text)
+    found = find_messages(renderer, messages, tools, text)
+    _check_found(messages, found, notes)
     turns = _turns(messages)
-    answers = [messages[turn] for turn in turns]
-    some = any("advantage" in message for message in answers)
-    for turn, message in zip(turns, answers):
-        _note_thinking(message, text, f"message {turn}", notes)
+    places = Counter(span.message for span in found.spans)
+    some = any("advantage" in messages[turn] for turn in turns)
+    for turn in turns:
+        message = messages[turn]
+        if not places[turn] and message.get("weight", 1.0):  # others that are not found are refused
+            notes.add("the template writes nothing for an empty answer, so it is not trained", f"message {turn}")
+        if places[turn] > 1:
+            notes.add("the template writes one answer in several places; all of them are trained", f"message {turn}")
         if "reward" in message:
             raise DataError(
                 f"message {turn} has a reward, but a transcript is one row with one reward; read every call as a row "
@@ -262,22 +294,26 @@ def _transcript(
             )
         if some and "advantage" not in message and message.get("weight", 1.0):
             raise DataError(f"message {turn} has no `advantage` and other assistant messages have one; give all one")
-    return renderer.row(text, _sampled(renderer, text, spans, answers, notes), answers, facts)
+    spans = [_sampled(renderer, text, messages[span.message], span, found, notes) for span in found.spans]
+    return renderer.row(text, spans, [messages[span.message] for span in found.spans], facts)
 
 
-def _sampled(renderer: "Renderer", text: str, spans: list[Span], answers: list[Message], notes: Notes) -> list[Span]:
-    """The spans without what the template wrote and the model did not: an empty think block, the end of a cut turn."""
-    sampled = []
-    for (start, end), answer in zip(spans, answers):
-        thought = answer.get("reasoning_content") or "</think>" in answer["content"]
-        if not thought and (empty := EMPTY_THINK.match(text, start, end)):
-            notes.add("the template writes an empty think block that the log does not have; it is not trained")
-            start = empty.end()
-        if answer.get("cut"):
-            notes.add("an answer was cut off, so the end of its turn is not trained")
-            end = start + renderer.closing_start(text[start:end])
-        sampled.append((start, end))
-    return sampled
+def _sampled(
+    renderer: "Renderer", text: str, answer: Message, span: Span, found: Found, notes: Notes
+) -> tuple[int, int]:
+    """A span without what the template wrote and the model did not: an empty think block, the end of a cut turn."""
+    start, end = span.start, span.end
+    thought = answer.get(renderer.reasoning_key) or "</think>" in answer["content"]
+    thought = thought and "thinking" not in found.dropped.get(span.message, ())
+    if not thought and (empty := EMPTY_THINK.match(text, start, end)):
+        notes.add("the template writes an empty think block that the log does not have; it is not trained")
+        start = empty.end()
+    if answer.get("cut"):
+        notes.add("an answer was cut off, so the end of its turn is not trained")
+        end = span.said
+    elif not renderer.ends(text[span.said : end]):
+        notes.add("the template writes no special token at the end of an answer, so its end is not trained")
+    return start, max(start, end)
 
 
 def _calls(
@@ -287,21 +323,18 @@ def _calls(
     turns, last = _turns(messages), 0
     episode = notes.place if facts["episode"] is None else facts["episode"]
     for number, turn in enumerate(turns[-1:] if only_last else turns):
-        if messages[turn].get("weight") == 0 and not only_last:
+        if messages[turn].get("weight") == 0 and (not only_last or messages[turn].get("cut")):
             notes.add("an assistant message that is not trained is no call", f"message {turn}")
             continue
-        answer = messages[turn]
-        texts = _call_texts(renderer, messages[: turn + 1], tools, notes)
-        _note_thinking(answer, texts[1], f"message {turn}", notes)
+        answer, whole = messages[turn], renderer.render(messages[: turn + 1], tools)
         own = {} if only_last else {"episode": episode, "id": f"{facts['id']}/{number}"}
         if "reward" in answer:  # a call with a reward of its own is an episode by itself
             own |= {"reward": answer["reward"], "episode": None}
-        whole = "".join(texts)
-        spans = _sampled(renderer, whole, [(len(texts[0]), len(whole))], [answer], notes)
-        calls.append(ChatRow(texts=texts, spans=spans, messages=[answer], facts=facts | own))
+        calls.append(_call(renderer, messages[: turn + 1], tools, whole, notes, facts | own))
         last = turn
     if calls:
-        _note_dropped(messages[: last + 1], "".join(calls[-1].texts), notes)
+        for number in missing(messages[:last], whole):
+            notes.add(NOT_RENDERED.format(messages[number]["role"]), f"message {number}")
         if turns[-1] + 1 < len(messages):
             notes.add("messages after the last assistant message are in no call")
     return calls
@@ -311,159 +344,57 @@ def _turns(messages: Sequence[Message]) -> list[int]:
     return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _call_texts(renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes) -> tuple[str, str]:
-    """Prompt and completion of the call that the last message answers."""
-    whole = renderer.render(messages, tools)
-    if len(messages) == 1:  # no prompt: many templates cannot render an empty conversation
-        start, end = _completion_span(renderer, messages, tools, whole)
-        return whole[:start], whole[start:end]
-    prompt = renderer.render(messages[:-1], tools, prompt=True)
-    begins = whole.startswith(prompt)
-    if begins and (closed := renderer.last_marker_end(whole)) is not None and closed >= len(prompt):
-        return prompt, whole[len(prompt) : closed]
-    if not begins:
+def _call(
+    renderer: "Renderer", messages: list[Message], tools: Tools, whole: str, notes: Notes, facts: dict[str, Json]
+) -> ChatRow:
+    """The call that the last message answers; `whole` is the rendering of all messages."""
+    answer = messages[-1]
+    # Many templates cannot render an empty conversation.
+    prompt = renderer.render(messages[:-1], tools, prompt=True) if len(messages) > 1 else None
+    found = find_messages(renderer, messages, tools, whole, prompt=prompt)
+    _check_found(messages, found, notes)
+    if not found.spans:
+        raise DataError(f"message {len(messages) - 1} (assistant) {LOST}")
+    span = found.spans[0]._replace(end=found.spans[-1].end, said=found.spans[-1].said)
+    if prompt is not None and not whole.startswith(prompt):
         notes.add("the template writes a call's prompt differently once it is answered", f"message {len(messages) - 1}")
-    start, end = _completion_span(renderer, messages, tools, whole)
-    return prompt, whole[max(start, len(prompt)) if begins else start : end]
+    texts = (whole[: span.start] if prompt is None else prompt, whole[span.start : span.end])
+    start, end = _sampled(renderer, whole, answer, span, found, notes)
+    moved = len(texts[0]) - span.start
+    return ChatRow(texts=texts, spans=[(start + moved, end + moved)], messages=[answer], facts=facts)
 
 
-def _note_dropped(messages: list[Message], text: str, notes: Notes) -> None:
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" and message["content"].strip()[:60] not in text:
-            what = f"a {message['role']} message does not appear in the rendered text as it is"
-            notes.add(f"{what}: the template drops or rewrites it", f"message {index}")
+NOT_RENDERED = "a {} message does not appear in the rendered text as it is: the template drops or rewrites it"
+LOST = (
+    "cannot be found in what the chat template renders; pass another template, e.g. --chat-template chatml, or leave "
+    "the message out of the loss (`weight: 0`)"
+)
+LOST_CALLS = (
+    "calls tools, and the chat template writes none or not all of the calls; pass one that does, e.g. --chat-template "
+    "chatml, or leave the message out of the loss (`weight: 0`)"
+)
 
 
-def _note_thinking(message: Message, text: str, where: str, notes: Notes) -> None:
-    thought = message.get("reasoning_content") or "".join(THINK.findall(message["content"])[:1])
-    if thought.strip()[:60] not in text:
-        notes.add("the template drops the thinking of an assistant message, so it is not trained", where)
+def _check_found(messages: Sequence[Message], found: Found, notes: Notes) -> None:
+    """Note what the template drops, and raise DataError if that is a part of a trained answer.
 
-
-# Spans of assistant messages
-
-
-def assistant_spans(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str) -> list[Span]:
-    """Characters [start, end) of every assistant message in `text`, the rendering of `messages`.
-
-    Raises:
-        DataError: the template drops an assistant message, or mixes it with its neighbours.
+    Args:
+        messages: those to be checked.
+        found: the messages in the rendering.
+        notes: receives the remarks.
     """
-    turns, spans = _turns(messages), None
-    if not any(renderer.has_marker(messages[turn]["content"]) for turn in turns):
-        spans = _spans_by_placeholders(renderer, messages, tools, text, turns)
-    if spans is None:
-        spans = [_span_of(renderer, messages, tools, text, turn) for turn in turns]
-    finished: list[Span] = []
-    floor = 0
-    for turn, (start, end) in zip(turns, spans):
-        if start < floor or end < start:
-            raise DataError(_lost(turn))
-        start = _after_header(renderer, text, start, floor)
-        end = end if renderer.last_marker_end(text[start:end]) == end - start else renderer.end_of_turn(text, end)
-        finished.append((start, end))
-        floor = end
-    return finished
-
-
-def _completion_span(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str) -> Span:
-    """The span of the last message (the assistant's) in `text`, the rendering of `messages`."""
-    start, end = _marked_span(renderer, messages, tools, text, len(messages) - 1)
-    start = _after_header(renderer, text, start, 0)
-    closed = renderer.last_marker_end(text[start:])
-    return start, renderer.end_of_turn(text, end) if closed is None else start + closed
-
-
-def _spans_by_placeholders(
-    renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str, turns: list[int]
-) -> list[Span] | None:
-    """All spans from one more rendering; None where that might be wrong.
-
-    The bodies B and C of two turns are replaced by marks. The text between the marks is then located in `text`:
-
-        text      <user> a <bot> B <end> <user> b <bot> C <end>
-        rendered  <user> a <bot> * <end> <user> b <bot> * <end>
-    """
-    mark = _private_character(text)
-    changed = list(messages)
-    for number, turn in enumerate(turns):
-        changed[turn] = {"role": "assistant", "content": f"{mark}{number}{mark}"}
-    try:
-        pieces = re.split(f"{mark}(\\d+){mark}", renderer.render(changed, tools))
-    except DataError:
-        return None
-    between = pieces[::2]
-    if pieces[1::2] != [str(number) for number in range(len(turns))] or not all(between[1:-1]):
-        return None
-    if not (text.startswith(between[0]) and text.endswith(between[-1])):
-        return None
-    spans, start = [], len(between[0])
-    for piece in between[1:-1]:
-        if (found := text.find(piece, start)) < 0:
-            return None
-        spans.append((start, found))
-        start = found + len(piece)
-    spans += [(start, len(text) - len(between[-1]))] if turns else []
-    return spans if all(start <= end for start, end in spans) else None
-
-
-def _span_of(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str, turn: int) -> Span:
-    """The span of one turn, for templates that write other messages differently because of it."""
-    # The span lies between the prompt for this turn and the transcript up to it, if the text begins with both.
-    if turn > 0:
-        try:
-            before = renderer.render(messages[:turn], tools, prompt=True)
-            after = renderer.render(messages[: turn + 1], tools)
-        except DataError:
-            before = after = ""
-        closed = renderer.last_marker_end(after)
-        if before and text.startswith(before) and text.startswith(after) and (closed or 0) >= len(before):
-            return len(before), closed or 0
-    return _marked_span(renderer, messages, tools, text, turn)
-
-
-def _marked_span(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str, turn: int) -> Span:
-    """The span of one turn: what changes where a mark stands in its place."""
-    mark = _private_character(text)
-    changed = list(messages)
-    changed[turn] = {"role": "assistant", "content": mark}
-    try:
-        before, found, after = renderer.render(changed, tools).partition(mark)
-    except DataError:
-        before = found = after = ""
-    if not found or mark in after:
-        raise DataError(_lost(turn))
-    start = _common_start(text, before)
-    return start, len(text) - _common_start(text[start:][::-1], after[::-1])
-
-
-def _after_header(renderer: "Renderer", text: str, start: int, floor: int) -> int:
-    """Move `start` back to the end of the turn's header.
-
-    The model also generates constant text that the template writes after the header (an empty think block).
-    """
-    header = renderer.header
-    at = text.rfind(header, floor, start) if header else -1
-    if at < 0 or renderer.has_marker(text, at + len(header), start):
-        return start
-    return at + len(header)
-
-
-def _common_start(one: str, other: str) -> int:
-    codes = (np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) for text in (one, other))
-    return common_prefix(*codes)
-
-
-def _private_character(text: str) -> str:
-    """A character of Unicode's private use area that the text does not have."""
-    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
-
-
-def _lost(turn: int) -> str:
-    return (
-        f"message {turn} (assistant) cannot be found in what the chat template renders; "
-        "pass another template, e.g. --chat-template chatml"
-    )
+    for number, parts in sorted(found.dropped.items()):
+        message, where = messages[number], f"message {number}"
+        if message["role"] != "assistant":
+            notes.add(NOT_RENDERED.format(message["role"]), where)
+            continue
+        if "thinking" in parts:
+            notes.add("the template drops the thinking of an assistant message, so it is not trained", where)
+        lost = LOST if "text" in parts else LOST_CALLS if "call" in parts else None
+        if lost and message.get("weight", 1.0) and not says_nothing(message):
+            raise DataError(f"{where} (assistant) {lost}")
+        if lost and not says_nothing(message):
+            notes.add("the template drops an assistant message that is not trained, or its calls", where)
 
 
 # Templates and tokenizers
@@ -518,18 +449,25 @@ class Renderer:
         self.source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
         self._render = _rendering(tokenizer)
         self._renders_tools = False
+        self._joins_arguments: bool | None = None
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        if CHATML_END in self.source:
-            markers.add(CHATML_END)  # ends a turn even if the vocabulary has no single token for it
-        self._endings = tuple(markers - {""})
-        self._marker = re.compile(_alternatives(markers) or "(?!)")
-        self._end_of_turn = re.compile(rf"\s*(?:{self._marker.pattern})")
+        markers |= set(SPECIAL.findall(self.source))  # they end turns even if the vocabulary has no tokens for them
+        self.marker = re.compile(_alternatives(markers) or "(?!)")
+        self.reasoning_key = next((key for key in REASONING_KEYS if re.search(rf"\b{key}\b", self.source)), "")
+        self.reasoning_key = self.reasoning_key or REASONING_KEYS[0]
+        self.edges: dict[tuple[Json, ...], int] = {}
+        self.shapes: dict[str, list[str]] = {}
         self._cache: dict[str, Encoded] = {}
         self._cached = 0
+        self._wants_parts = False
         self._pieces = self._piece_pattern(added)
+        self._wants_parts = not self._writes_text("word")
+        self._wants_parts = self._wants_parts and self._writes_text("word")
         self.header = self._find_header()
         """The text that the template puts before every answer; empty if it cannot be determined."""
+        self.end_of_turn = self._find_end()
+        """The special token that ends an answer of text; empty if there is none."""
 
     def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
         """Render messages; `prompt` adds the generation prompt. Raises DataError where the template raises."""
@@ -538,7 +476,7 @@ class Renderer:
         options = {"chat_template": self.template, "add_generation_prompt": prompt, "tokenize": False}
         other = "pass another template, e.g. --chat-template chatml"
         try:
-            return self._render(RENDER_SECONDS, list(messages), tools, options)
+            return self._render(RENDER_SECONDS, self.templated(messages), tools, options)
         except (TimeoutError, MemoryError) as error:
             most = f"{RENDER_SECONDS} s" if isinstance(error, TimeoutError) else f"{RENDER_BYTES:,} bytes"
             raise DataError(
@@ -560,6 +498,12 @@ class Renderer:
             )
         self._renders_tools = True
 
+    def _writes_text(self, text: str) -> bool:
+        """Whether the template writes the text of a message."""
+        with contextlib.suppress(DataError):
+            return text in self.render([{"role": "user", "content": text}], None)
+        return False
+
     def _find_header(self) -> str:
         question: list[Message] = [{"role": "user", "content": "a"}]
         try:
@@ -568,28 +512,59 @@ class Renderer:
             return ""
         return prompted[len(bare) :] if prompted.startswith(bare) else ""
 
-    def end_of_turn(self, text: str, start: int) -> int:
-        """End of the special token at `start`, white space before it skipped; `start` if there is none."""
-        found = self._end_of_turn.match(text, start)
-        return found.end() if found else start
+    def _find_end(self) -> str:
+        sign = "\ue000"
+        try:
+            text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": sign}], None)
+        except DataError:
+            return ""
+        return (self.marker.findall(text.rpartition(sign)[2].removesuffix(self.header)) or [""])[-1]
 
-    def last_marker_end(self, text: str) -> int | None:
-        """End of the special token that ends the text, trailing white space ignored; None if there is none."""
-        stripped = text.rstrip()
-        return len(stripped) if stripped.endswith(self._endings) else None
+    def fitted(self, messages: list[Message]) -> list[Message]:
+        """The messages with thinking, and arguments of calls, in the form that the template reads."""
+        key = self.reasoning_key
+        if key != REASONING_KEYS[0]:
+            messages = [
+                {key if name == REASONING_KEYS[0] else name: value for name, value in one.items()} for one in messages
+            ]
+        if self._joins_arguments is None and any("tool_calls" in one for one in messages):
+            self._joins_arguments = self._find_arguments()
+        return [_with_texts(one) for one in messages] if self._joins_arguments else messages
 
-    def closing_start(self, text: str) -> int:
-        """Start of the special token that ends the text; the length of the text if there is none."""
-        stripped = text.rstrip()
-        ending = max((one for one in self._endings if stripped.endswith(one)), key=len, default="")
-        return len(stripped) - len(ending) if ending else len(text)
+    def _find_arguments(self) -> bool:
+        """Whether the template writes the arguments of a call as they are, so that they must be JSON text."""
 
-    def has_marker(self, text: str, start: int = 0, end: int | None = None) -> bool:
-        """Whether a special token is spelled out in text[start:end]."""
-        return self._marker.search(text[start:end]) is not None
+        def written(arguments: Json) -> str:
+            call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                return self.render([{"role": "user", "content": "a"}, answer], None)
+            except DataError:
+                return ""
+
+        text, parsed = '{"a": "b"}', written({"a": "b"})
+        return (not parsed or "{'a': 'b'}" in parsed) and text in written(text)
+
+    def templated(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with texts as lists of parts, if the template reads nothing else."""
+        if not self._wants_parts:
+            return list(messages)
+        texts = ([{"type": "text", "text": one["content"]}] for one in messages)
+        pairs = zip(messages, texts)
+        return [one | ({"content": parts} if isinstance(one["content"], str) else {}) for one, parts in pairs]
+
+    def ends(self, text: str) -> bool:
+        """Whether a special token ends the text, trailing white space ignored."""
+        return bool(re.search(rf"(?:{self.marker.pattern})\s*$", text))
 
     def row(
-        self, text: str, spans: list[Span], messages: list[Message], facts: dict[str, Json], *, add_bos: bool = False
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        messages: list[Message],
+        facts: dict[str, Json],
+        *,
+        add_bos: bool = False,
     ) -> ChatRow:
         """A row of one text. A slow tokenizer gives no character offsets, so each span is tokenised by itself."""
         edges = [0, *(edge for span in spans for edge in span), len(text)]
@@ -686,6 +661,18 @@ class Renderer:
             if joined != self._cache[probe][0].tolist():
                 return None
         return pattern
+
+
+def _with_texts(message: Message) -> Message:
+    """The message with arguments of calls as the text that the log has."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else getattr(given, "text", "") or json.dumps(given, ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": text}})
+    return message | {"tool_calls": calls}
 
 
 def _alternatives(words: set[str]) -> str:

@@ -30,6 +30,8 @@ class RowColumns:
     """int64 [K]: length of each row."""
     trained: Bools
     """[K]: whether any token has a loss weight."""
+    rejected: Bools
+    """[K]: whether `chosen` is False."""
     reward: NDArray[np.float64]
     """[K]: NaN for rows without a reward."""
     given: dict[str, Bools]
@@ -59,6 +61,7 @@ def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
     return RowColumns(
         tokens=array(map(len, rows), np.int64),
         trained=array((row.weights.any() for row in rows), np.bool_),
+        rejected=array((row.chosen is False for row in rows), np.bool_),
         reward=array((np.nan if row.reward is None else row.reward for row in rows), np.float64),
         given={name: array((getattr(row, name) is not None for row in rows), np.bool_) for name in GIVEN},
         group=codes_of(row.group for row in rows),

@@ -44,6 +44,9 @@ OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
 PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", "first_id", "last_id", "links"}
 """The keys of a page of an API that holds records under `data`."""
+UNREAD_MEDIA = ("audios", "audio", "videos", "video")
+MASKED = "mask_sample"
+"""NeMo Gym's key of a rollout that is not to be trained."""
 TOKENISED_TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
 
@@ -105,7 +108,7 @@ def load(
         limit: read at most this many records over all files.
         collect: receives an iterator over the rows and returns those to keep; `list` keeps all. A row for whose group
             and episode its method `wants`, if it has one, returns False is left out before it is checked and
-            tokenised.
+            tokenised. If its attribute `apart` is true, the notes are those on the record of the last row.
         count: "per trajectory" counts a trained token in every row that trains it; "once" in the first of them only, by
             a weight of 0 in the others. Rows with an `episode` are compared within it, others with each other.
 
@@ -121,6 +124,7 @@ def load(
     schemas = _tools_of(tools)
     settings = _settings(tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images)
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
+    reading.apart = getattr(collect, "apart", False)
     found = (found for path in paths for found in read_records(path, reading.notes))
     return reading.finished(collect(reading.rows(found, f"{paths[0]}: {NOTHING}", getattr(collect, "wants", None))))
 
@@ -302,6 +306,8 @@ class _Reading:
     skipped: list[str] = dataclasses.field(default_factory=list)
     records: int = 0
     made: int = 0
+    apart: bool = False
+    """Whether notes are those on the present record."""
     first: tuple[str, Record] = ("", {})
     """The first record that could be read, and its place."""
 
@@ -364,10 +370,14 @@ class _Reading:
         size = 0
         for self.records, (place, record) in enumerate(records, 1):
             self.notes.place = place
+            if self.apart:
+                self.notes.clear()
             found = record if isinstance(record, DataError) else self._rows(record)
+            if self.apart and self.notes.masks:
+                self.notes.add(f"what is trained: {self.notes.masks}")
             pending.append((place, found))
             size += 0 if isinstance(found, DataError) else sum(map(len, found))
-            if size > TOKENISED_TOGETHER or isinstance(found, DataError):
+            if size > TOKENISED_TOGETHER or isinstance(found, DataError) or self.apart:
                 yield from self._tokenised(pending)
                 pending, size = [], 0
         yield from self._tokenised(pending)
@@ -412,6 +422,9 @@ class _Reading:
         mapped = _mapped(record, self.map, self.notes)
         # The rows of this format are the records, whose keys are checked there.
         tracked = None if self.kind.name == "tokens" else TrackedRecord(mapped)
+        if mapped.get(MASKED) is True:
+            self.notes.add(f"a record with `{MASKED}` is no row")
+            return made
         try:
             for row in map(self._with_image_key, self._converted(mapped if tracked is None else tracked)):
                 if self.where and not self._is_wanted(row, record):
@@ -446,6 +459,9 @@ class _Reading:
 
     def _with_image_key(self, row: Record) -> Record:
         """Add a digest of a row's images to its key, or raise DataError if images are refused."""
+        for name in UNREAD_MEDIA:
+            if row.get(name):
+                raise DataError(f"the record has `{name}`, which the model saw and which are not read; take it out")
         images = [row[name] for name in IMAGE_KEYS if row.get(name)]
         if not images:
             return row

@@ -6,6 +6,7 @@ Content may be text or a list of parts: those of OpenAI's two APIs, of Anthropic
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,16 +34,25 @@ ROLE_ALIASES = {"developer": "system", "human": "user", "gpt": "assistant", "ai"
 ROLE_ALIASES |= dict.fromkeys(("function", "observation", "tool_response"), "tool")
 ROLE_ALIASES |= {"tool-call": "assistant", "tool-response": "user"}  # smolagents, as it sends them
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
-TRAIN_KEYS = ("train", "trainable", "training", "loss")
+TRAIN_KEYS = ("train", "trainable", "training", "loss", "loss_mask", "step_loss_mask")
 FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "stopReason", "done_reason", "status")
 CUT = ("length", "max_tokens", "max_output_tokens", "incomplete", "model_length", "model_context_window_exceeded")
-CUT += ("content_filter", "content-filter", "content_filtered", "guardrail_intervened", "safety", "recitation", "abort")
+CUT += (
+    "content_filter",
+    "content-filter",
+    "content_filtered",
+    "guardrail_intervened",
+    "safety",
+    "recitation",
+    "abort",
+    "error",
+)
 """Finish reasons of answers that were cut off, in the words of several APIs."""
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", "cut"}
 MESSAGE_KEYS |= set(REASONING_KEYS)
 """Keys that are used whatever the template."""
 CONTENT_KEYS = ("content", "parts", "blocks", "refusal", "audio")
-IGNORED_KEYS = (*FINISH_KEYS, *CONTENT_KEYS, "tool_calls", "function_call", "annotations")
+IGNORED_KEYS = (*FINISH_KEYS, *CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call", "annotations")
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 REASONING_PARTS = ("thinking", "reasoning")
 CALL_PARTS = ("tool_use", "tool_call", "function_call")
@@ -57,6 +67,8 @@ KEYED_PARTS |= {"reasoningContent": "reasoning", "reasoningText": "reasoning"}
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
 LANGCHAIN_ROLES |= {f"{name.capitalize()}Message": role for name, role in LANGCHAIN_ROLES.items()}
 LANGCHAIN_ROLES |= {f"{name}Chunk": role for name, role in LANGCHAIN_ROLES.items() if name.endswith("Message")}
+THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+CALL_BLOCK = re.compile(r"\s*<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
@@ -146,6 +158,12 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
     if role == "tool-call":  # the harness wrote it
         cleaned["weight"] = 0
     cleaned["role"] = role = ROLE_ALIASES.get(role, role)
+    if "train_detail" in cleaned:
+        raise DataError(
+            f"{where} has `train_detail`, parts of a message that are trained, which is not read; take token rows"
+        )
+    if "loss_weight" in cleaned:
+        cleaned["weight"] = cleaned.pop("loss_weight") if "weight" not in cleaned else cleaned["weight"]
     content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")
     if message.keys().isdisjoint((*CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call")):
         known = (*MESSAGE_KEYS, *FINISH_KEYS, "id", "type", "model")  # a table drops a `content` that is null
@@ -179,7 +197,7 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
             (thoughts if kind in REASONING_PARTS else texts).append(_part(part, kind, here, place_image))
     if thoughts:
         cleaned["reasoning_content"] = "\n".join(thoughts)
-    elif "reasoning_content" not in cleaned and (reasoning := first_of(message, *REASONING_KEYS)) is not None:
+    elif (reasoning := first_of(message, *REASONING_KEYS)) is not None:
         cleaned["reasoning_content"] = reasoning
     if not isinstance(cleaned.get("reasoning_content", ""), str):
         raise DataError(f"{where} has the reasoning {quoted(cleaned['reasoning_content'])}, expected text")
@@ -195,13 +213,30 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
             raise DataError(f"{where} has the {name} {quoted(cleaned[name])}, expected a finite number{cure}")
     for name in [name for name in TRAIN_KEYS if name in cleaned]:
         trained = cleaned.pop(name)
-        if not isinstance(trained, bool):
-            raise DataError(f"{where}: `{name}` is {quoted(trained)}, expected true or false")
+        if not isinstance(trained, bool) and trained not in (0, 1):
+            raise DataError(f"{where}: `{name}` is {quoted(trained)}, expected true or false, or 1 or 0")
         if trained and role != "assistant":
             notes.add(f"a {role} message is marked to be trained; only assistant messages are", where)
         cleaned["weight"] = cleaned.get("weight", 1.0) * trained
     if texts or not results or calls:
-        yield cleaned | {"content": "".join(texts)}
+        yield _said_once(cleaned | {"content": "".join(texts)}, where, notes)
+
+
+def _said_once(message: Message, where: str, notes: Notes) -> Message:
+    """The message without a thought or calls in its text that it also has beside the text."""
+    text, thought = message["content"], message.get("reasoning_content", "").strip()
+    if thought and (block := THINK_BLOCK.match(text)) and block[1].strip() == thought:
+        text = text[block.end() :]
+        notes.add("an answer has its thinking in the text and beside it; it is read once", where)
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+    for block in CALL_BLOCK.finditer(text) if calls else ():
+        call = parsed(block[1])
+        if isinstance(call, dict) and (call.get("name"), call.get("arguments")) in calls:
+            text = text.replace(block[0], "", 1)
+            notes.add("an answer has a call in the text and beside it; it is read once", where)
+    if any(len(getattr(arguments, "text", "")) > 8 and arguments.text in text for _, arguments in calls):
+        notes.add("the text of an answer has the arguments of a call that is also beside it; the row has both", where)
+    return message | {"content": text}
 
 
 def unwrapped(message: Record) -> dict[str, Json]:
@@ -276,6 +311,11 @@ def _result(value: Json, here: str, place_image: PlaceImage | None) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def says_nothing(message: Message) -> bool:
+    """Whether an answer has no text, no thinking and no calls."""
+    return not message["content"].strip() and not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
+
+
 def is_number(value: Json) -> bool:
     """Whether a value is a finite number."""
     try:
@@ -298,6 +338,14 @@ def _tool_call(call: Json, where: str) -> dict[str, Json]:
     return cleaned | {"function": {"name": function["name"], "arguments": arguments}}
 
 
+class Arguments(dict[str, Json]):
+    """The arguments of a call, and the JSON text that a log has for them, which some templates write as it is."""
+
+    def __init__(self, arguments: Record, text: str) -> None:
+        super().__init__(arguments)
+        self.text = str(text)
+
+
 def _arguments(arguments: Json) -> Json:
     """Parse a string that holds a JSON object, since templates iterate over it; other values stay."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
@@ -305,7 +353,7 @@ def _arguments(arguments: Json) -> Json:
     if not isinstance(arguments, str):
         return arguments
     found = parsed(arguments, strict=True)
-    return found if isinstance(found, dict) else arguments
+    return Arguments(found, arguments) if isinstance(found, dict) else arguments
 
 
 def clean_tools(tools: Json) -> Tools:

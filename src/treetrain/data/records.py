@@ -33,6 +33,8 @@ CONTAINERS = 1 << 20
 """A record with more lists and objects is an error."""
 LISTED = 20
 """Keys that are not used are named up to this many."""
+TELLING = re.compile("mask|loss|weight|train|label|system|reward|resolved|score|token", re.IGNORECASE)
+"""Keys whose names may say what is trained; they are named apart where they are not used."""
 CALL = "(call)"
 """In rows of LLM calls: what the log has on the call, for `where`. It is taken out before the row is read."""
 
@@ -43,9 +45,16 @@ class Notes:
     def __init__(self, place: str = "") -> None:
         self.place = place
         """File and line of the current record."""
+        self.masks = ""
+        """Where the loss weights of the current record come from."""
         self._count: dict[str, int] = {}
         self._first: dict[str, str] = {}
         self._unused: dict[str, Counter[str]] = {}
+
+    def clear(self) -> None:
+        """Forget all remarks."""
+        for remarks in (self._count, self._first, self._unused):
+            remarks.clear()
 
     def add(self, text: str, where: str | None = "") -> None:
         """Add a remark on the current record; `where` names a part of it, None means no record."""
@@ -72,9 +81,15 @@ class Notes:
             lines.append(f"{text} ({times}{first})" if first else text)
         for of, names in self._unused.items():
             ordered = sorted(names.items(), key=lambda each: each[0].count("."))  # those at the top come first
-            listed = ", ".join(f"{name[-80:]!r} ({count})" for name, count in ordered[:LISTED])
-            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-            lines.append(f"{of} that are not used: {listed}{more}; first: {self._short(of)}")
+            telling = [(name, count) for name, count in ordered if TELLING.search(name.rpartition(".")[2])]
+            if telling:
+                listed = ", ".join(f"{name[-80:]!r} ({count})" for name, count in telling[:LISTED])
+                more = f" and {len(telling) - LISTED} more" if len(telling) > LISTED else ""
+                cure = f"--map KEY=PATH reads one; first: {self._short(of)}"
+                lines.append(f"{of} that may say what to train and are not used: {listed}{more}; {cure}")
+            if rest := len(names) - len(telling):
+                such = next(name for name, count in ordered if (name, count) not in telling)
+                lines.append(f"{of} that are not used: {rest}, such as {such[-80:]!r}; first: {self._short(of)}")
         return tuple(lines)
 
     def _short(self, text: str) -> str:

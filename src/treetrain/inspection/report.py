@@ -79,6 +79,8 @@ class Inspection:
 
     def verdict(self) -> str:
         """One sentence: whether to train these rows as a tree, what that gains, against what, on which assumption."""
+        if not self.stats.trained_flat:
+            return "Nothing to train: no token of these rows has a loss weight."
         way, cheapest = self.baseline()
         here = self.stats.flop_speedup or 1.0
         order = "all rows as one batch"

@@ -40,6 +40,7 @@ from treetrain.engine.extensions.process_group import GroupRanks
 from treetrain.engine.ranks import Ranks
 from treetrain.errors import RanksDisagree, shortened
 from treetrain.models.tree_mode import replaced
+from treetrain.trainers import run_folder
 from treetrain.trainers.checkpoint_files import (
     CheckpointNotWritten,
     TornCheckpoint,
@@ -61,7 +62,6 @@ from treetrain.trainers.run_facts import (
     facts_of_model,
     facts_of_rows,
 )
-from treetrain.trainers import run_folder
 from treetrain.trainers.run_folder import (
     OWN,
     FolderRefused,

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 

@@ -134,9 +134,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._steps: list[dict[str, float]] = []
         """Numbers of the steps since the last log."""
         sets = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-        _check_rows("train_dataset", train_dataset)
+        _check_rows("train_dataset", train_dataset, self.loss)
         for name, rows in sets.items():
-            _check_rows(f"eval_dataset[{name!r}]" if name else "eval_dataset", rows)
+            _check_rows(f"eval_dataset[{name!r}]" if name else "eval_dataset", rows, self.loss)
         if train_dataset is not None:
             train_dataset = self._counted(args.count, train_dataset, args.advantage_kwargs)
             self._find_facts(args, train_dataset)
@@ -564,16 +564,33 @@ def _check_saved(config: Any, model: nn.Module) -> None:
             raise ValueError(f"modules_to_save: the model has no module {wanted!r}, so none would be trained; {near}")
 
 
-def _check_rows(name: str, rows: Sequence[Trajectory] | None) -> None:
-    """Raise DataError unless there are rows and all of them are trajectories."""
+def _check_rows(name: str, rows: Sequence[Trajectory] | None, loss: Loss) -> None:
+    """Raise DataError if there are no rows, one is no trajectory, or the loss would imitate one that is rejected."""
     if rows is None:
         return
     if not len(rows):
         raise DataError(f"{name} is empty; give trajectories, such as tt.load(path).trajectories")
     try:
-        columns_of(rows)
+        columns = columns_of(rows)
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
+    if not isinstance(loss, losses.SFTLoss):
+        return
+    if (wrong := columns.trained & columns.rejected).any():
+        number = int(wrong.argmax())
+        raise DataError(
+            f"{name}: {describe(rows[number], number)} is rejected (chosen=False), as {int(wrong.sum())} of "
+            f"{len(rows)} rows are, and the loss sft would train the model to write it. Compare pairs (--loss dpo), or "
+            "take only what is not rejected (--where chosen=True; in Python row.chosen is not False)"
+        )
+    rewards = columns.reward[columns.trained & ~np.isnan(columns.reward)]
+    if name == "train_dataset" and len(rewards) and (rewards.min() < rewards.max() or rewards.min() < 0):
+        logger.warning(
+            "rows have rewards from %g to %g, and the loss sft does not read them: every row is imitated alike. A "
+            "policy loss (--loss reinforce) reads them, or leave rows with low rewards out",
+            rewards.min(),
+            rewards.max(),
+        )
 
 
 def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:

@@ -189,7 +189,11 @@ def items_to_messages(items: list[Json], notes: Notes) -> list[Json]:
             content = [dict(item) | call]
         content = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
         last = messages[-1] if messages else {}
-        if role == "assistant" and last.get("role") == "assistant" and isinstance(last.get("content"), list):
+        goes_on = role == "assistant" and last.get("role") == "assistant" and isinstance(last.get("content"), list)
+        if goes_on and kind in ("message", "reasoning") and content:
+            # What the model says after a call is another answer, though the log lacks the call's result.
+            goes_on = not any(look_up(part, "type") == "function_call" for part in last["content"])
+        if goes_on:
             messages[-1] = last | {"content": last["content"] + content}
         elif content or kind != "reasoning":
             rest = {name: item[name] for name in item if kind == "message" and name not in ("type", "id", "phase")}
@@ -371,7 +375,7 @@ def read_chat(record: Record, notes: Notes) -> list[Record]:
     """Our own form: `messages`, OpenAI's or Anthropic's, with `system` and `tools` beside them; states of LangGraph."""
     path = next((path for path in MESSAGES_AT if isinstance(parsed(look_up(record, path)), list)), "messages")
     rest = {name: value for name, value in record.items() if name != path.split(".")[0]}
-    return [rest | {"messages": with_items(field(record, path, list), notes)}]
+    return [_labelled(rest) | {"messages": with_items(field(record, path, list), notes)}]
 
 
 def read_sharegpt(record: Record, notes: Notes) -> list[Record]:
@@ -387,24 +391,32 @@ def read_sharegpt(record: Record, notes: Notes) -> list[Record]:
             messages.append({name: turn[name] for name in turn if name not in ("from", "value")})
             messages[-1] |= {"role": role, "content": value}
     row = {name: value for name, value in record.items() if name != "conversations"}
-    return [row | {"messages": messages}]
+    return [_labelled(row) | {"messages": messages}]
+
+
+def _labelled(row: dict[str, Json]) -> dict[str, Json]:
+    """The row with the `label` of unpaired preferences as `chosen`."""
+    if row.get("label") is None or row.get("chosen") is not None:
+        return row
+    label = row["label"]
+    chosen = bool(label) if isinstance(label, bool | int) and label in (0, 1) else label
+    return {name: value for name, value in row.items() if name != "label"} | {"chosen": chosen}
 
 
 def read_completion(record: Record, notes: Notes) -> list[Record]:
     """TRL's `prompt` and `completion`, texts or messages, with the `label` of unpaired preferences."""
-    label = record.get("label")
-    known = {name: value for name, value in record.items() if name not in ("prompt", "completion", "label")}
-    known = {name: value for name, value in known.items() if not name.endswith("_reward")}
+    known = {name: value for name, value in record.items() if name not in ("prompt", "completion")}
+    known = _labelled({name: value for name, value in known.items() if not name.endswith("_reward")})
     known |= _reward_columns(record, notes)
     known |= {"tools": known.pop("tool_defs")} if known.get("tool_defs") else {}  # verifiers
     known |= {"group": known.pop("example_id")} if known.get("example_id") is not None else {}
-    known |= {} if label is None else {"chosen": bool(label) if label in (0, 1) else label}
-    return [_completed(known, record.get("prompt"), record["completion"])]
+    return [_completed(known, record.get("prompt"), record["completion"], notes)]
 
 
 def read_preference(record: Record, notes: Notes) -> list[Record]:
     """A `chosen` and a `rejected` answer, texts or messages, with a `prompt` or beginning alike."""
-    prompt, both = record.get("prompt"), {name: messages_in(record[name]) for name in ("chosen", "rejected")}
+    prompt = messages_in(record.get("prompt"))
+    both = {name: messages_in(record[name]) for name in ("chosen", "rejected")}
     known = {name: value for name, value in record.items() if name not in ("prompt", *both)}
     chosen, rejected = both["chosen"], both["rejected"]
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -414,19 +426,26 @@ def read_preference(record: Record, notes: Notes) -> list[Record]:
     if prompt is None or (isinstance(chosen, list) and isinstance(prompt, str)):
         # The prompt is what both begin with. Texts are cut where they differ, as TRL does.
         alike = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected))))
-        prompt, both = chosen[:alike], {name: value[alike:] for name, value in both.items()}
+        if alike or prompt is None:
+            prompt, both = chosen[:alike], {name: value[alike:] for name, value in both.items()}
     pair = record.get("pair", record.get("id"))
     known = known | {"pair": notes.place if pair is None else pair}
     name = known.pop("id", notes.place)
     return [
-        _completed(known | {"id": f"{name}/{which}", "chosen": which == "chosen"}, prompt, answer)
+        _completed(known | {"id": f"{name}/{which}", "chosen": which == "chosen"}, prompt, answer, notes)
         for which, answer in both.items()
     ]
 
 
-def _completed(known: Record, prompt: Json, completion: Json) -> Record:
+def _completed(known: Record, prompt: Json, completion: Json, notes: Notes) -> Record:
     prompt, completion = messages_in(prompt), messages_in(completion)
+    if not prompt:
+        notes.add("the log has no prompt, so the answer is trained without one")
     if isinstance(completion, str) and isinstance(prompt, str | None):
+        if prompt and completion.startswith(prompt):
+            notes.add(
+                "an answer begins with its prompt, which then stands twice in the row; take it out of one of them"
+            )
         return {**known, "prompt": prompt or "", "completion": completion}
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -434,6 +453,8 @@ def _completed(known: Record, prompt: Json, completion: Json) -> Record:
         completion = [{"role": "assistant", "content": completion}]
     if not isinstance(completion, list) or not isinstance(prompt or [], list):
         raise DataError(f"the prompt is {quoted(prompt)}, the answer {quoted(completion)}; expected texts or messages")
+    if prompt and completion[: len(prompt)] == prompt:
+        completion = completion[len(prompt) :]  # the prompt is repeated in the answer
     return {**known, "messages": untrained(prompt or []) + completion}
 
 
