@@ -573,7 +573,7 @@ def step_case(
                 row["host_waits"] = count_waits(lambda: (step(), optimise()))
 
 
-GRADIENT_LIMIT = 0.1 if CUDA else 1e-4
+GRADIENT_LIMIT = 0.05 if CUDA else 1e-4
 """Largest relative difference of two engines' gradients: both are rounded, in bfloat16 on a GPU."""
 
 

@@ -89,7 +89,8 @@ def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
         if not tree.get("right", True) or (linear and not linear.get("right", True)):
             result = differ(tree if not tree.get("right", True) else linear)
         elif "note" in tree or (linear and "note" in linear):
-            result = tree.get("note") or f"linear: {linear['note']}"
+            note = tree.get("note") or f"linear: {linear['note']}"
+            result = " ".join(note.replace("|", "/").split())[:80]
         else:
             result = f"**{number(entry.get('speedup'))}**"
         best = f"{number(entry['over_best'])} ({entry['best_kernel']})" if "over_best" in entry else DASH
@@ -145,15 +146,56 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def sweep_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Headings and cells of the rates of attention kernels: on trees, and of plain causal kernels on rows."""
+    newest = {(row["flash"], row["tree"], row["kernel"]): row for row in rows if row["kind"] == "sweep"}
+    lines = [
+        [
+            row["tree"],
+            row["kernel"] + (f", {row['flash']}" if row["flash"] != "FA2" else ""),
+            f"{row['tokens']:,}" + (f" in rows of {row['length']:,}" if "length" in row else ""),
+            number(row.get("forward_tflops")),
+            number(row.get("tflops")) if row.get("right", True) else "wrong",
+        ]
+        for row in newest.values()
+    ]
+    return ("tree", "attention", "tokens", "forward, TFLOP/s", "forward and backward, TFLOP/s"), lines
+
+
+def memory_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Headings and cells of steps under budgets: memory above the model, predicted and measured."""
+    newest = {(row["model"], row["rows"], row["engine"]): row for row in rows if row["kind"] == "memory"}
+    lines = [
+        [
+            row["model"], row["rows"], row["engine"].removeprefix("tree, "), number(row.get("parts")),
+            number(row.get("predicted_gb")), number(row.get("above_gb")), number(row.get("seconds")),
+        ]
+        for row in newest.values()
+    ]  # fmt: skip
+    return ("model", "rows", "budget", "parts", "predicted, GB", "measured, GB", "seconds"), lines
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All tables, machine by machine."""
+    parts = []
+    for machine in dict.fromkeys(row["machine"] for row in rows if "machine" in row):
+        found = [row for row in rows if row.get("machine") == machine]
+        made = [markdown(*each(found)) for each in (table, trainer_table, sweep_table, memory_table) if each(found)[1]]
+        if made:
+            last = found[-1]
+            parts.append(f"**{machine}**, torch {last['torch']}, commit {last['commit']}, {last['date']}.")
+            parts += made
+    return "\n\n".join(parts)
+
+
 def report(rows: Sequence[Row]) -> str:
-    """Both tables, and what failed."""
-    parts = [markdown(*made) for made in (table(rows), trainer_table(rows)) if made[1]]
-    bad = failed(rows)
+    """The tables, and what failed."""
+    parts, bad = [tables(rows)], failed(rows)
     which = ("phase", "case", "model", "rows", "engine", "kernel", "backend", "dtype", "tree", "note", "said")
     for row in bad:
         said = ", ".join(str(row[name]) for name in which if row.get(name) is not None)
         parts.append(f"{'wrong' if row.get('right') is False else 'failed'}: {row['kind']}, {said}")
-    return "\n\n".join([*parts, f"{len(rows)} rows, {len(bad)} failed, cut or wrong"])
+    return "\n\n".join([part for part in parts if part] + [f"{len(rows)} rows, {len(bad)} failed, cut or wrong"])
 
 
 if __name__ == "__main__":

@@ -163,9 +163,12 @@ def test_a_phase_beyond_its_limit_is_killed_and_the_next_has_what_is_left(tmp_pa
     assert found[1][:2] == ("stopped", "sweep") and found[2] == ("skipped", "detail", "no time was left")
 
 
+ORIGIN = {"machine": "H100", "flash": "FA2", "torch": "2.11.0", "commit": "abc", "date": "2026-12-01"}
+
+
 def steps(seconds: float, engine: str, checkpointed: bool = False, **more) -> dict:
     """A row of a step."""
-    shown = {"kind": "steps", "machine": "H100", "flash": "FA2", "model": "0.6b", "rows": "calls", "engine": engine}
+    shown = ORIGIN | {"kind": "steps", "model": "0.6b", "rows": "calls", "engine": engine}
     shown |= {"checkpointed": checkpointed, "seconds": seconds, "seconds_without_optimiser": seconds - 1.0}
     shown |= {"product_flops": 1e12, "tokens": 100, "mfu": 0.5, "predicted_gb": 2.0}
     return shown | ({"ideal": 8.0} if engine.startswith("linear") else {}) | more
@@ -173,7 +176,7 @@ def steps(seconds: float, engine: str, checkpointed: bool = False, **more) -> di
 
 def kernel(name: str, tflops: float, **more) -> dict:
     """A row of the sweep."""
-    shown = {"kind": "sweep", "machine": "H100", "flash": "FA2", "kernel": name, "tree": "calls", "tflops": tflops}
+    shown = ORIGIN | {"kind": "sweep", "kernel": name, "tree": "calls", "tokens": 100, "tflops": tflops}
     return shown | {"forward_tflops": 2 * tflops} | more
 
 
@@ -219,3 +222,17 @@ def test_the_baseline_is_also_shown_with_its_attention_at_the_rate_of_the_fastes
     assert entry["best_kernel"] == "cudnn" and entry["best_linear"] == pytest.approx(10 - saved)
     assert entry["over_best"] == pytest.approx((10 - saved) / 2)
     assert "over_best" not in gpu_table.speedups(rows[:2])[0]
+
+
+def test_the_page_shows_the_rows_of_a_gpu_once_there_are_any(tmp_path):
+    import page
+
+    assert "Nothing was measured on a GPU yet." in page.generated(tmp_path)
+    rows = [steps(2.0, "tree"), steps(10.0, "linear"), kernel("plain flash", 20.0), kernel("plain cudnn", 40.0)]
+    rows += [{"kind": "skipped", "phase": "flash", "why": "it is not there", "date": "2026-12-01"}]
+    (tmp_path / page.GPU).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page.generated(tmp_path)
+    assert "Nothing was measured on a GPU yet." not in text
+    assert "**H100**, torch 2.11.0, commit abc, 2026-12-01." in text
+    assert "| 0.6b | calls | tree | 100 → 100 | 10 → 2 | **5** | 8 | 0.625 |" in text
+    assert "| calls | plain cudnn | 100 | 80 | 40 |" in text
