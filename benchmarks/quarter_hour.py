@@ -26,6 +26,7 @@ Wheels in runs/wheels (of TRL, of FlashAttention) are unpacked into a temporary 
 
 # ruff: noqa: E402
 import argparse
+import contextlib
 import datetime
 import functools
 import importlib.util
@@ -118,24 +119,26 @@ class Run:
     def _watch(self, name: str, limit: float) -> tuple[int, str]:
         """The exit code of a phase, and how it ended if it did not end by itself."""
         flags = ["--phase", name, "--out", str(self.out), "--minutes", str(limit / 60), "--scratch", str(self.scratch)]
-        started = time.time()
+        started, silence = time.time(), SILENCE if name in PHASES else limit
         child = subprocess.Popen(CHILD + flags + ["--smoke"] * self.smoke, env=self.environment, start_new_session=True)
-        while True:
-            try:
-                code = child.wait(1)
-            except subprocess.TimeoutExpired:
+        try:
+            while child.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(1)
                 now = time.time()
                 silent = now - max(started, self.log.stat().st_mtime if self.log.exists() else 0)
-                beyond = now > started + limit + (GRACE if now < self.end else 0)
-                if not beyond and silent <= SILENCE:
-                    continue
+                if now > started + limit + (GRACE if now < self.end else 0):
+                    return -signal.SIGKILL, f"beyond its limit of {limit:.0f} s, killed"
+                if silent > silence:
+                    return -signal.SIGKILL, f"silent for {silent:.0f} s, killed"
+        finally:  # whatever the phase has started ends with it, also if this process is stopped
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-                why = f"beyond its limit of {limit:.0f} s" if beyond else f"silent for {silent:.0f} s"
-                return child.wait(), f"{why}, killed"
-            if code in (0, DEVICE_FAILED):
-                return code, ""
-            died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return code, f"ended with {died}"
+            child.wait()
+        code = child.returncode
+        if code in (0, DEVICE_FAILED, NO_DEVICE):
+            return code, ""
+        return code, f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
 def unpack(wheels: Path, site: Path) -> None:
@@ -173,13 +176,15 @@ def parent(options: argparse.Namespace) -> int:
     """Run all phases; returns 1 if a case failed, was cut, or gave wrong numbers."""
     run = Run(options.out, options.minutes, smoke=options.smoke)
     limits = PHASES | ON_REQUEST
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
     try:
         for name in options.only.split(",") if options.only else PHASES:
             run.phase(name, 900 if options.smoke else limits[name])
     finally:
+        signal.signal(signal.SIGTERM, before)
         shutil.rmtree(run.scratch, ignore_errors=True)
-    rows = gpu_table.read(run.rows)
-    print("\n" + gpu_table.report(rows), flush=True)
+        rows = gpu_table.read(run.rows) if run.rows.exists() else []
+        print("\n" + gpu_table.report(rows), flush=True)
     return min(len(gpu_table.failed(rows[run.before :])), 1)
 
 

@@ -1,9 +1,13 @@
 """The command for a GPU: its processes outlive what fails in them, and its table claims no more than was measured."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +168,31 @@ def test_a_phase_beyond_its_limit_is_killed_and_the_next_has_what_is_left(tmp_pa
 
 
 ORIGIN = {"machine": "H100", "flash": "FA2", "torch": "2.11.0", "commit": "abc", "date": "2026-12-01"}
+
+
+def test_a_run_that_is_stopped_ends_its_phase_and_shows_what_was_measured(tmp_path):
+    script = tmp_path / "phase.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
+        """(out / 'rows.jsonl').write_text('{"kind": "some"}\\n')\n"""
+        "(out / 'pid').write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    call = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import quarter_hour; "
+        f"quarter_hour.CHILD = [sys.executable, {str(script)!r}]; "
+        f"sys.argv = ['quarter_hour.py', '--out', {str(tmp_path)!r}]; sys.exit(quarter_hour.main())"
+    )
+    run = subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.terminate()
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM and "1 rows, 0 failed, cut or wrong" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def steps(seconds: float, engine: str, checkpointed: bool = False, **more) -> dict:
