@@ -495,7 +495,7 @@ def step_case(
 
     A step builds the next step's tree while the GPU works, and the host never waits between the timed steps. The first
     step, of the same plan, compiles what the others run; its gradient is compared with that of the engine which ran
-    first on these rows.
+    first on these rows, the baseline as a rule.
 
     Args:
         scratch: the folder of the gradients that are compared.

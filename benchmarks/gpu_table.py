@@ -74,7 +74,8 @@ def speedups(rows: Sequence[Row]) -> list[Row]:
 
 HEADINGS = (
     "model", "rows", "tree runs", "tokens: rows → tree", "seconds: rows → tree", "speed-up", "ideal", "efficiency",
-    "without optimiser", "over the fastest attention", "over every row by itself", "MFU", "GB: predicted, measured",
+    "without optimiser", "over the fastest attention", "over every row by itself", "gradients differ by", "MFU",
+    "GB: predicted, measured",
 )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
                 f"{number(linear['tokens']) if linear and 'tokens' in linear else DASH} → {number(tree.get('tokens'))}",
                 " → ".join(seconds), result, number(entry.get("ideal")), number(entry.get("efficiency")),
                 number(entry.get("without_optimiser")), best, number(entry.get("over_every_row")),
-                number(tree.get("mfu")), f"{number(tree.get('predicted_gb'))}, {number(tree.get('above_gb'))}",
+                number(tree.get("gradient_error")), number(tree.get("mfu")), f"{number(tree.get('predicted_gb'))}, {number(tree.get('above_gb'))}",
             ]
         )  # fmt: skip
     return HEADINGS, lines

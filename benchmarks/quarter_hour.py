@@ -227,9 +227,9 @@ class Phase:
         self.case(name, functools.partial(call, checkpointed=checkpointed, **options))
 
     def both(self, model: str, rows: str, *, tree: int, linear: int, **options: Any) -> None:
-        """Time the tree and its baseline so often, and print the speed-up."""
-        self.step(model, rows, "tree", repeats=tree, **options)
+        """Time the baseline, with whose gradient all others are compared, and the tree; print the speed-up."""
         self.step(model, rows, "linear", repeats=linear, **options)
+        self.step(model, rows, "tree", repeats=tree, **options)
         self.say_speedups()
 
     def say_speedups(self) -> None:
