@@ -101,7 +101,8 @@ def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
                 f"{number(linear['tokens']) if linear and 'tokens' in linear else DASH} → {number(tree.get('tokens'))}",
                 " → ".join(seconds), result, number(entry.get("ideal")), number(entry.get("efficiency")),
                 number(entry.get("without_optimiser")), best, number(entry.get("over_every_row")),
-                number(tree.get("gradient_error")), number(tree.get("mfu")), f"{number(tree.get('predicted_gb'))}, {number(tree.get('above_gb'))}",
+                number(tree.get("gradient_error")), number(tree.get("mfu")),
+                f"{number(tree.get('predicted_gb'))}, {number(tree.get('above_gb'))}",
             ]
         )  # fmt: skip
     return HEADINGS, lines
