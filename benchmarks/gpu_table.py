@@ -42,7 +42,8 @@ def best_linear_seconds(linear: Row, sweep: Iterable[Row]) -> tuple[float, str] 
         return None
     best = min(near, key=attention_seconds)
     saved = ran[-1] - attention_seconds(best)
-    return (linear["seconds"] - saved, best["kernel"].removeprefix("plain ")) if saved > 0 else None
+    name = best["kernel"].removeprefix("plain ") + (f", {best['flash']}" if best["flash"] != "FA2" else "")
+    return (linear["seconds"] - saved, name) if saved > 0 else None
 
 
 def speedups(rows: Sequence[Row]) -> list[Row]:
@@ -57,6 +58,9 @@ def speedups(rows: Sequence[Row]) -> list[Row]:
         if engine.startswith("linear"):
             continue
         linear, every = (steps.get((machine, flash, model, name, checkpointed, side)) for side in (BASELINE, EVERY_ROW))
+        if linear is None or "seconds" not in linear:  # rows that do not fit otherwise are checkpointed
+            smaller = steps.get((machine, flash, model, name, True, BASELINE), {})
+            linear = smaller if "seconds" in smaller else linear
         entry: Row = {"tree": tree, "linear": linear, "every": every}
         wrong = [side for side in (tree, linear) if side is not None and not side.get("right", True)]
         if linear is not None and not wrong and "seconds" in tree and "seconds" in linear:
@@ -86,6 +90,7 @@ def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
         tree, linear = entry["tree"], entry["linear"]
         how = [tree["engine"].removeprefix("tree, "), *["checkpointed"] * tree["checkpointed"]]
         how += [tree["flash"]] if tree["flash"] != "FA2" else []
+        how += ["rows checkpointed"] if linear and linear["checkpointed"] > tree["checkpointed"] else []
         seconds = [number(side.get("seconds")) if side else DASH for side in (linear, tree)]
         if not tree.get("right", True) or (linear and not linear.get("right", True)):
             result = differ(tree if not tree.get("right", True) else linear)

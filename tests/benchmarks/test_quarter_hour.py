@@ -224,6 +224,16 @@ def test_a_speed_up_is_over_the_newest_baseline_of_the_same_machine_kernel_and_c
     assert "| 0.6b | calls | broken | 100 → 100 | 10 → 9 | OutOfMemoryError: no |" in gpu_table.report(rows)
 
 
+def test_rows_that_fit_only_when_checkpointed_are_the_baseline_of_a_tree_that_is_not():
+    import gpu_table
+
+    rows = [steps(2.0, "tree"), steps(12.0, "linear", checkpointed=True), steps(0.0, "linear", note="OutOfMemoryError")]
+    del rows[-1]["seconds"]
+    (entry,) = gpu_table.speedups(rows)
+    assert entry["speedup"] == 6.0
+    assert gpu_table.table(rows)[1][0][2] == "tree, rows checkpointed"
+
+
 def test_the_table_shows_no_speed_up_of_a_side_whose_gradient_is_wrong():
     import gpu_table
 
