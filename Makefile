@@ -24,6 +24,7 @@ endif
 
 .PHONY: help demo test test-full pytest-fast pytest-all lint types bench bench-smoke golden docs tutorial packages workflows \
 	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-deepspeed test-quantised \
+	test-device \
 	clean-venv active-environment
 .DEFAULT_GOAL := help
 
@@ -49,6 +50,7 @@ help:
 	@echo "make test-axolotl  Axolotl's trainer with and without the plugin"
 	@echo "make test-deepspeed  the trainers under DeepSpeed's ZeRO with and without shared prefixes"
 	@echo "make test-quantised  LoRA on weights quantised by bitsandbytes and torchao"
+	@echo "make test-device   the rehearsal of benchmarks/quarter_hour.py with a GPU machine's versions, and errors in it"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
 
 demo: $(READY)
@@ -111,6 +113,20 @@ test-quantised:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q bitsandbytes==0.50.2 torchao==0.18.0 -e ".[dev]"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/integrations/test_quantised.py
+
+# Python and packages of a rented GPU machine. TRL and the library are not installed on it: TRL's wheels are brought
+# along, and the command runs in a checkout.
+DEVICE = torch==2.11.0 triton==3.6.0 transformers==5.17.0 accelerate==1.15.0 'numpy==2.5.*' jaxtyping psutil rich jinja2 \
+	peft pyarrow pandas xxhash pytest hypothesis
+DEVICE_WHEELS = trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+DEVICE_TESTS = tests/benchmarks/test_quarter_hour.py tests/benchmarks/test_rehearsal.py
+test-device: VENV = .venv-device
+test-device: PYTHON = python3.12
+test-device:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q $(DEVICE)
+	$(VENV)/bin/python -m pip download -q --no-deps -d runs/wheels $(DEVICE_WHEELS)
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -p no:cacheprovider $(PYTEST_ARGS) $(DEVICE_TESTS)
 
 bench: $(READY)
 	$(PY) benchmarks/run_all.py

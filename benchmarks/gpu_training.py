@@ -1,7 +1,6 @@
 """Training on a GPU, the tree beside the rows by themselves: one command for each kind.
 
     python3 benchmarks/gpu_training.py curve     # TreeTrainer, bf16, 300 steps: the loss curves of tree and linear
-    python3 benchmarks/gpu_training.py trl       # share_prefixes on TRL's GRPOTrainer (needs trl and datasets)
     python3 benchmarks/gpu_training.py fsdp2     # FSDP2 through accelerate in one process, and without
 
 Each trains the built-in model on the games of examples/countdown, both ways from the same weights and on the same
@@ -79,27 +78,14 @@ def fsdp2(steps: int) -> dict[str, list[dict[str, float]]]:
         torch.distributed.destroy_process_group()
 
 
-def trl(steps: int) -> dict[str, list[dict[str, float]]]:
-    """TRL's GRPO with shared prefixes and alone, from one warm start; two steps per round of games."""
-    from examples import trl_grpo, trl_sft
-
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:  # a trainer wraps its model, so each gets one of its own
-        trl_sft.main(steps=min(110, 5 * steps)).save_model(folder)
-        for name in ("shared", "alone"):
-            trainer = trl_grpo.main(rounds=-(-steps // 2), model=folder, share=name == "shared")
-            found[name] = [record for record in trainer.state.log_history if "loss" in record]
-    return found
-
-
-KINDS = {"curve": (curve, 300), "trl": (trl, 20), "fsdp2": (fsdp2, 50)}
+KINDS = {"curve": (curve, 300), "fsdp2": (fsdp2, 50)}
 
 
 def main() -> int:
     """Run one kind; returns 1 if a curve is missing or not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--steps", type=int, help="optimizer steps instead of 300, 20 and 50")
+    parser.add_argument("--steps", type=int, help="optimizer steps instead of 300 and 50")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="folder of the rows")
     options = parser.parse_args()
     train, steps = KINDS[options.kind]
@@ -112,7 +98,7 @@ def main() -> int:
     with (options.out / "rows.jsonl").open("a", encoding="utf-8") as file:
         for number, (one, other) in enumerate(zip(ours, theirs)):
             row = {"kind": options.kind, "step": number, first: one["loss"], second: other["loss"]}
-            row |= {name: one[name] for name in ("grad_norm", "reward") if name in one}
+            row |= {"grad_norm": one["grad_norm"]} if "grad_norm" in one else {}
             file.write(json.dumps(row | origin) + "\n")
     apart = [abs(one["loss"] - other["loss"]) for one, other in zip(ours, theirs)]
     whole = torch.tensor([record["loss"] for record in [*ours, *theirs]])

@@ -3,6 +3,7 @@
 Run: python benchmarks/page.py [--check]. With --check nothing is written; exit code 1 if the page is out of date.
 """
 
+# ruff: noqa: E402
 import argparse
 import csv
 import re
@@ -12,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_table
+
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "BENCHMARKS.md"
 Row = dict[str, str]
 Cell = str | Callable[[Row], str]
@@ -28,7 +33,7 @@ NAMES = {
 }
 INTRODUCTION = """# Benchmarks
 
-All figures were measured on two cores of an AMD EPYC; there are none of GPUs yet. The scripts are in
+All figures but those of the last section were measured on two cores of an AMD EPYC. The scripts are in
 [benchmarks](benchmarks). The rows, each with its date, commit, machine and versions, are in
 [benchmarks/results](benchmarks/results). `make bench` measures again; `python benchmarks/page.py` writes this page.
 
@@ -376,6 +381,15 @@ SECTIONS = (
         },
     ),
 )
+GPU = "gpu.jsonl"
+NOT_ON_A_GPU = """## On a GPU
+
+Nothing was measured on a GPU yet. `python3 benchmarks/quarter_hour.py` does it ([docs/gpu.md](docs/gpu.md)).
+"""
+ON_A_GPU = """Steps of forward, backward and AdamW back to back on Qwen3 shapes with random weights, in bfloat16
+([docs/gpu.md](docs/gpu.md)). The baseline trains the rows that no other row extends, with the weights of all, packed
+without padding, by the same kernels. *Over the fastest attention* takes its attention at the rate of PyTorch's fastest
+causal kernel on that card, *over every row by itself* merges no rows. *Memory* is what a step adds."""
 EXACTNESS = (
     (
         "exactness.csv",
@@ -417,6 +431,8 @@ def generated(results: Path) -> str:
     for file, title, text in EXACTNESS:
         if rows := latest(results / file, ("test", "what")):
             parts.append(f"## {title}\n\n{text}\n\n{worst_errors(rows)}\n")
+    rows = gpu_table.read(results / GPU) if (results / GPU).is_file() else []
+    parts.append(f"## On a GPU\n\n{ON_A_GPU}\n\n{gpu_table.tables(rows)}" if rows else NOT_ON_A_GPU)
     return "\n".join(parts)
 
 
@@ -435,7 +451,7 @@ def table(section: Section, rows: Iterable[Row]) -> str:
     lines = [
         [number(row[cell]) if isinstance(cell, str) else cell(row) for cell in section.columns.values()] for row in rows
     ]
-    return markdown(list(section.columns), lines)
+    return gpu_table.markdown(list(section.columns), lines)
 
 
 def worst_errors(rows: list[Row]) -> str:
@@ -450,13 +466,7 @@ def worst_errors(rows: list[Row]) -> str:
         error, cases = worst.get((words, what), (0.0, 0))
         worst[words, what] = (max(error, float(row["value"])), cases + 1)
     lines = [[test, what, str(cases), f"{error:.1e}"] for (test, what), (error, cases) in worst.items()]
-    return markdown(["test", "", "cases", "worst"], lines)
-
-
-def markdown(headings: list[str], lines: list[list[str]]) -> str:
-    """Headings and cells as a table."""
-    rows = [headings, ["---"] * len(headings), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return gpu_table.markdown(["test", "", "cases", "worst"], lines)
 
 
 def number(text: str) -> str:

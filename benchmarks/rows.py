@@ -114,7 +114,8 @@ def provenance() -> dict[str, str]:
     changed = "+" if _git(root, "status", "--porcelain", "--", "src") else ""
     found = {
         "date": datetime.date.today().isoformat(),
-        "commit": commit + changed,
+        # The variable is for a copy of the tree without its history.
+        "commit": os.environ.get("TREETRAIN_COMMIT") or commit + changed or "unknown",
         "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
         "python": platform.python_version(),
     }
@@ -178,7 +179,10 @@ def of_bench(report: Any) -> dict[str, Any]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # git is not installed
+        return ""
     return run.stdout.strip()
 
 

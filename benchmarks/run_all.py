@@ -22,8 +22,8 @@ NEEDS_DATA = (
     "trainers.py",
 )
 PAGE = "page.py"
-OTHERS = (Path(__file__).name, PAGE, "smoke.py")
-"""Scripts that append no rows for the page."""
+OTHERS = (Path(__file__).name, PAGE, "smoke.py", "quarter_hour.py", "gpu_table.py", "gpu_training.py")
+"""Scripts that append no rows for the page, and those for a GPU."""
 
 
 def main() -> int:

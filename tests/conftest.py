@@ -15,7 +15,7 @@ from support import counts, fewer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads would only wait for each other
 CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
-"""Not on every machine on which benchmarks/gpu.py runs the kernels' tests."""
+"""Not on every machine on which benchmarks/quarter_hour.py runs the kernels' tests."""
 if CHECKS_SHAPES:
     from support import shapes
 

@@ -110,8 +110,9 @@ def test_every_command_is_shown_in_the_readme_and_in_the_docs():
 
 def test_every_flag_that_a_page_names_exists():
     fields = {"help", "version", "output"}  # the last is that of the examples
-    fields |= {"shutdown-timeout", "config_file", "num_processes", "accelerate_config"}  # other tools
-    for script in [*(ROOT / "benchmarks").glob("gpu*.py"), *(ROOT / "examples").glob("*.py")]:
+    fields |= {"shutdown-timeout", "config_file", "num_processes", "accelerate_config", "no-deps"}  # other tools
+    scripts = [ROOT / "benchmarks" / "quarter_hour.py", ROOT / "benchmarks" / "gpu_training.py"]
+    for script in [*scripts, *(ROOT / "examples").glob("*.py")]:
         fields |= set(re.findall(r'add_argument\("--([a-z_-]+)"', script.read_text(encoding="utf-8")))
     for command in COMMANDS_SHOWN:
         for action in importlib.import_module(f"treetrain.cli.{command}").make_parser()._actions:
@@ -206,4 +207,4 @@ def test_a_page_shows_the_last_row_of_a_case_and_leaves_out_what_has_no_rows(tmp
     page = script.generated(tmp_path)
     assert "**0.97**" in page and "0.30" not in page
     assert "| another | 30,000 → – | – → – | – | – | 2.50 | **–** |" in page
-    assert page.count("## ") == 1
+    assert page.count("## ") == 2, "and the section on GPUs"

@@ -54,7 +54,7 @@ def failure_of(
             warnings.warn(
                 f"{described} is passed over, since it {reason}. The next kernel that can do its work takes its "
                 "place: results are right, steps may be slower. Please report this with the rows of "
-                "`python benchmarks/gpu.py --run A`",
+                "`python benchmarks/quarter_hour.py --only right --out rows`",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -165,7 +165,7 @@ def test_the_next_backend_takes_the_place_of_a_broken_one_and_the_result_is_righ
         passed_over = [str(w.message) for w in told if "passed over" in str(w.message)]
         assert len(passed_over) == number, "one warning each, though every layer asks"
         for name, said in zip(ORDER, passed_over):
-            assert name in said and "benchmarks/gpu.py --run A" in said
+            assert name in said and "benchmarks/quarter_hour.py --only right" in said
             assert ("ptxas" in said) == (how == "does not compile") and "more lines" not in said
 
 

@@ -211,3 +211,26 @@ def test_the_stock_calls_are_what_pytorch_offers():
     assert out.shape == query.shape and lse.shape == (4, 7)
     grads = StockVarlen().backward(out, query, key, key, out, lse, call, SCALE)
     assert [g.shape for g in grads] == [query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_flash_attention_4_that_torch_cannot_unpack_is_named_with_the_version_that_it_can(monkeypatch, count):
+    """torch's own adapter runs; the package is a stand-in that returns so many values."""
+    from torch.nn.attention import _fa4
+
+    query = torch.zeros(3, 2, 8)
+    call = VarlenAttention(pieces_of(Forest.of(star(2, 1))), CPU).calls[0]
+    package = mock.Mock(_flash_attn_fwd=lambda q, *_, **__: (q, torch.zeros(2, len(q)), None, None)[:count])
+    monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", "stand-in")
+    monkeypatch.setattr(_fa4, "_fa4_import_module", lambda path: package)
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+        return _fa4._fa4_run_forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, None, None, None)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(varlen, "current_flash_attention_impl", lambda: "FA4")
+    if count == 2:
+        assert StockVarlen().forward(query, query, query, call, 1.0)[0] is query
+        return
+    with pytest.raises(RuntimeError, match=r"returns other values than torch .* unpacks: install 4\.0\.0b16"):
+        StockVarlen().forward(query, query, query, call, 1.0)

@@ -206,7 +206,7 @@ class AttentionTree:
         raise RuntimeError(
             f"no tree attention can run on {query.device} with {query.dtype} and heads of {query.shape[2]}: "
             f"{'; '.join(failures) or 'none takes this layer'}. Please report this with the rows of "
-            "`python benchmarks/gpu.py --run A`"
+            "`python benchmarks/quarter_hour.py --only right --out rows`"
         )
 
     def _make(self, name: str, query: Tensor) -> CachedAttention | Exception | None:

@@ -165,10 +165,24 @@ class StockVarlen:
         call: DeviceCall,
         scale: float,
     ) -> tuple[Float[Tensor, "q H D"], Float[Tensor, "H q"]]:
-        """The output of all sequences and its log-sum-exp."""
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, call.query_offsets, call.key_offsets, *call.longest, 0.0, call.causal, False, scale=scale
-        )
+        """The output of all sequences and its log-sum-exp.
+
+        Raises:
+            RuntimeError: FlashAttention 4 is active in a version that this torch cannot call.
+        """
+        try:
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(
+                query, key, value, call.query_offsets, call.key_offsets, *call.longest, 0.0, call.causal, False,
+                scale=scale,
+            )  # fmt: skip
+        except ValueError as error:
+            # torch unpacks what flash-attn-4 returns, and the number of values has changed between its releases.
+            if current_flash_attention_impl() != "FA4" or "unpack" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the installed flash-attn-4 returns other values than torch {torch.__version__} unpacks: "
+                "install 4.0.0b16 for torch 2.11 to 2.13 (docs/gpu.md)"
+            ) from error
         return out, lse
 
     def backward(

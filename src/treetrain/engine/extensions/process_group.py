@@ -451,9 +451,11 @@ def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
 def drop_waiting_gradients(*modules: nn.Module | None) -> None:
     """Drop gradients that are not reduced yet: the next reduction would add them to another step."""
     for weight in waiting_gradients(*modules):
-        weight.unsharded_accumulated_grad = None
         if (whole := getattr(weight, "_unsharded_param", None)) is not None:
             whole.grad = None
+        # From torch 2.15 on this is a view of the gradient above and cannot be set; before, it is a tensor beside it.
+        if weight.unsharded_accumulated_grad is not None:
+            weight.unsharded_accumulated_grad = None
 
 
 def _parameter_groups(module: "FSDPModule") -> list[Any]:

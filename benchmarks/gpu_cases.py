@@ -1,17 +1,11 @@
-"""The GPU benchmark in three runs: A correctness, B the tree, C the linear baseline and memory.
+"""The cases of `quarter_hour.py`: correctness, steps, attention, profile, memory. Each leaves rows.
 
-    python3 benchmarks/gpu.py --run A                  # at most 4 minutes
-    python3 benchmarks/gpu.py --run B                  # at most 9 minutes
-    python3 benchmarks/gpu.py --run C                  # at most 9 minutes; ends with the speed-ups
-
-Needs a checkout, torch, transformers and jaxtyping; nothing is installed or downloaded. Weights are random, trees have
-the shapes in benchmarks/shapes. All that a run leaves is rows.jsonl and log.txt in --out; both are written
-continuously. A case that fails leaves a row that says so, and the next one runs. --flash FA4 activates another
-FlashAttention for every engine and plain kernel. --smoke takes tiny sizes, on a CPU too.
+Weights are random, and trees have the shapes in benchmarks/shapes. A case that fails leaves a row that says so. In a
+rehearsal ("smoke") all sizes are tiny, and layers are compiled by the backend aot_eager, so that a CPU takes the path
+that a GPU takes.
 """
 
 # ruff: noqa: E402
-import argparse
 import collections
 import contextlib
 import datetime
@@ -28,18 +22,16 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # a few small graphs: more workers take longer to start
-
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import calculate_time_spent, counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -52,29 +44,29 @@ from treetrain.engine.linear import LinearEngine
 from treetrain.engine.lm_head import ENVIRONMENT as HEAD
 from treetrain.engine.lm_head import Edges, ScoreRequest, score_edges
 from treetrain.planning.devices import Device
-from treetrain.planning.partition import whole_trees
-from treetrain.planning.plan import Plan
+from treetrain.softmax_attention.attention import BACKENDS, AttentionTree, runnable
 from treetrain.softmax_attention.attention import ENVIRONMENT as ATTENTION
-from treetrain.softmax_attention.attention import AttentionTree, runnable
 from treetrain.softmax_attention.reference import reference_attention
-from treetrain.softmax_attention.schedule import AttentionSpec, Forest
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.self_check import failure_of_backend
 from treetrain.tree.layout import AttentionRange, pack
-from treetrain.tree.stats import ideal_speedup, linear_work, tree_work
+from treetrain.tree.stats import cheapest_rows, linear_work, tree_work
 from treetrain.tree.token_tree import build_tree
 
-MINUTES = {"A": 4.0, "B": 9.0, "C": 9.0}
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 PEAK_FLOPS = Device.of_kind("cuda" if CUDA else "cpu", 2 if CUDA else 4).flops
 
 
 class Out:
-    """Rows, log and deadline of a run."""
+    """Rows, log and deadline of a process."""
 
     def __init__(self, folder: Path, minutes: float, *, smoke: bool, **every_row: Any):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._log = folder / "rows.jsonl", (folder / "log.txt").open("a", encoding="utf-8")
         self.end, self.smoke, self.every_row = time.time() + 60 * minutes, smoke, every_row
+        self.device_failed = False
+        """Whether a case has ended with a CUDA error: all later calls of this process would fail too."""
 
     @property
     def left(self) -> float:
@@ -94,25 +86,10 @@ class Out:
             file.write(json.dumps({"kind": kind} | short | self.every_row) + "\n")
         self.say(f"{kind}: " + " ".join(f"{name}={value}" for name, value in short.items()))
 
-    def rows(self, kind: str) -> list[dict[str, Any]]:
-        """The rows of a kind that this and earlier runs have left here."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        return [row for row in map(json.loads, lines) if row["kind"] == kind]
-
     def need(self, seconds: float) -> None:
         """Raise TimeoutError if less time is left than this."""
         if not self.smoke and seconds > self.left:
             raise TimeoutError(f"skipped: it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
-
-    @contextlib.contextmanager
-    def share(self, part: float) -> Iterator[None]:
-        """Leave the block only this part of the time that is left."""
-        end = self.end
-        self.end = time.time() + part * self.left
-        try:
-            yield
-        finally:
-            self.end = end
 
     @contextlib.contextmanager
     def case(self, kind: str, **row: Any) -> Iterator[dict[str, Any]]:
@@ -124,26 +101,31 @@ class Out:
             row["note"] = f"{type(error).__name__}: {error}"[:300]
             if not isinstance(error, TimeoutError):
                 self._log.write(traceback.format_exc())
+            self.device_failed |= type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
         if not self.smoke:
             row["took"] = time.time() - start
         self.write(kind, **row)
-        forget()
+        if not self.device_failed:
+            forget()
 
 
-def provenance(run: str) -> dict[str, Any]:
-    """Provenance that every row records."""
+def provenance() -> dict[str, Any]:
+    """What every row records: date, commit, machine, versions, and the FlashAttention that is active."""
     import rows
 
-    found: dict[str, Any] = {"run": run} | rows.provenance()
-    if not found["commit"].strip("+"):  # a copy of the tree without its history
-        found["commit"] = os.environ.get("TREETRAIN_COMMIT", "unknown")
+    found: dict[str, Any] = rows.provenance()
     with contextlib.suppress(ImportError):
         import triton  # pyright: ignore[reportMissingImports]
 
         found["triton"] = triton.__version__
-    if torch.cuda.is_available():
+    if CUDA:
         found["machine"] = torch.cuda.get_device_name()
-    return found
+    return found | {"flash": torch.nn.attention.current_flash_attention_impl() or "FA2"}
+
+
+def memory_bytes() -> int:
+    """Bytes of the card; 0 without one."""
+    return torch.cuda.get_device_properties(0).total_memory if CUDA else 0
 
 
 def forget() -> None:
@@ -159,11 +141,18 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-# ---- run A: correctness
+def rehearse() -> None:
+    """Compile layers on a CPU as a GPU does, without generating code: graphs and recompilations are those of a GPU."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+
+# ---- correctness
 
 
 CANDIDATES = ("cudnn.flex_attention", "flash_attn.cute")
 """Attention of others that could serve irregular forests (docs/gpu_kernels.md)."""
+LIMITS = {torch.bfloat16: 1.5e-2, torch.float32: 2e-5}
+"""Largest relative error of attention and its gradients against float64."""
 
 
 def importable(name: str) -> str:
@@ -178,25 +167,60 @@ def importable(name: str) -> str:
 def environment(out: Out) -> None:
     """Record the backends that can run, what others can be imported, and the GPU."""
     with out.case("environment") as row:
-        row |= {"backends": runnable(DEVICE), "flash": torch.nn.attention.current_flash_attention_impl() or "FA2"}
+        row["backends"] = runnable(DEVICE)
         row |= {"importable": {name: importable(name) for name in CANDIDATES}}
         if CUDA:
             properties = torch.cuda.get_device_properties(0)
             row |= {"capability": f"{properties.major}.{properties.minor}", "gb": properties.total_memory / 1e9}
 
 
-def gpu_tests(out: Out) -> None:
-    """The tests of the kernels, which take the GPU where there is one."""
-    files = ["softmax_attention/test_triton.py", "softmax_attention/test_varlen.py", "engine/test_head_kernels.py"]
-    for file in files[1:2] if out.smoke else files:
+def ceilings(out: Out) -> None:
+    """Rates that the card reaches: copies, products of our shapes, and the head's `addmm` with `out_dtype`."""
+    with out.case("ceilings") as row:
+        narrow = torch.bfloat16 if CUDA else torch.float32
+        size = 1 << (31 if CUDA else 20)
+        target, source = torch.empty(2, size, dtype=torch.uint8, device=DEVICE)
+        row["copy_tb_s"] = 2 * size / milliseconds(functools.partial(target.copy_, source)) / 1e9
+        del target, source
+        large = ((8192, 8192, 8192), (24_704, 1024, 3072), (24_704, 4096, 12_288), (1766, 1024, VOCABULARY))
+        for m, k, n in large if CUDA else ((64, 64, 64),):
+            a, b = (torch.randn(shape, device=DEVICE, dtype=narrow) for shape in ((m, k), (k, n)))
+            row[f"tflops_{m}x{k}x{n}"] = 2 * m * k * n / milliseconds(lambda a=a, b=b: a @ b) / 1e9
+        if CUDA:
+            total = torch.zeros(VOCABULARY, 1024, device=DEVICE)
+            a, b = (torch.randn(1766, width, device=DEVICE, dtype=narrow) for width in (VOCABULARY, 1024))
+            add = functools.partial(torch.addmm, total, a.t(), b, out_dtype=torch.float32, out=total)
+            row["addmm_out_dtype_tflops"] = 2 * 1766 * VOCABULARY * 1024 / milliseconds(add) / 1e9
+
+
+def self_checks(out: Out, names: tuple[str, ...] = ("varlen", "triton")) -> None:
+    """The comparison that precedes the first use of each backend, timed; heads of Qwen3-0.6B."""
+    candidates = [name for name in names if name in runnable(DEVICE)] if CUDA else ["rectangles"]
+    narrow = torch.bfloat16 if CUDA else torch.float32
+    cases = dict.fromkeys([(narrow, False), (narrow, True), (torch.float32, False)])
+    for name, (dtype, below) in itertools.product(candidates, cases):
+        if name == "varlen" and (below or dtype == torch.float32):
+            continue
+        with out.case("self_check", backend=name, dtype=str(dtype), below_path=below) as row, warnings.catch_warnings():
+            out.need(5.0)
+            warnings.simplefilter("ignore")  # the row says it
+            q, k = (torch.empty(1, heads, 16 if out.smoke else 128, dtype=dtype, device=DEVICE) for heads in (16, 8))
+            failure = failure_of_backend(name, BACKENDS[name], q, k, k, PLAIN_ATTENTION, sinks=False, below_path=below)
+            row |= {"right": failure is None, "said": failure}
+
+
+def kernel_tests(out: Out) -> None:
+    """The tests of the kernels, which take the GPU where there is one; each file compiles many variants."""
+    for file in ("softmax_attention/test_triton.py", "softmax_attention/test_varlen.py", "engine/test_head_kernels.py"):
         with out.case("tests", file=file) as row:
             out.need(20.0)
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / file)]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
-            limit = 300 if out.smoke else min(60.0, out.left)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=out.left, env=environment, check=False
+            )
             lines = done.stdout.strip().splitlines()
-            row |= {"passed": done.returncode == 0, "said": lines[-1] if lines else done.stderr[-200:]}
+            row |= {"right": done.returncode == 0, "said": lines[-1] if lines else done.stderr[-200:]}
             if done.returncode:
                 out.say(done.stdout[-3000:])
 
@@ -206,10 +230,7 @@ SPECS = {"full": (None, None, False), "window and sinks": (100, None, True), "ca
 
 
 def attention_correctness(out: Out) -> None:
-    """Every backend against the dense reference in float64, and twice for the same bits.
-
-    A backend passes the gate for run B if it is right with full attention, heads of 128 and bfloat16.
-    """
+    """The library's backends of a GPU against the dense reference in float64, and twice for the same bits."""
     rng, size = np.random.default_rng(0), 24 if out.smoke else 400
     trunk = rng.integers(0, 99, size).tolist()
     deep = [trunk, *[[*trunk[: i * 5 + 1], 100 + i] for i in range(size // 6)], [1], [2, 3]]
@@ -222,8 +243,8 @@ def attention_correctness(out: Out) -> None:
     cases += [("full", head, narrow, "large pieces") for head in (64, 80, 256)] + [
         ("full", 128, torch.float32, "bushy")
     ]
-    wrong: set[str] = set()
-    for backend, (spec, head, dtype, tree) in itertools.product(runnable(DEVICE), cases[: 3 if out.smoke else None]):
+    backends = [name for name in runnable(DEVICE) if not CUDA or name in ("varlen", "triton")]
+    for backend, (spec, head, dtype, tree) in itertools.product(backends, cases[: 3 if out.smoke else None]):
         head = 16 if out.smoke else head
         layout = pack(build_tree(trees[tree]), trim=False)
         with out.case("attention", backend=backend, spec=spec, head=head, dtype=str(dtype), tree=tree) as row:
@@ -246,12 +267,9 @@ def attention_correctness(out: Out) -> None:
             truth = both_ways(reference, [t.double() for t in tensors])
             got, again = (both_ways(attend, tensors) for _ in range(2))
             errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, truth)]
-            fine = max(errors) <= (1.5e-2 if dtype == torch.bfloat16 else 2e-5)
+            fine = all(error <= LIMITS[dtype] for error in errors)  # false for NaN
             same = all(torch.equal(a, b) for a, b in zip(got, again))
             row |= {"ran": sorted(attention.calls), "errors": errors, "right": fine, "same_bits": same}
-        if spec == "full" and dtype == narrow and head in (16, 128) and not row.get("right"):
-            wrong.add(backend)
-    out.write("gate", right=sorted(set(runnable(DEVICE)) - wrong))
 
 
 def both_ways(attend: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -296,6 +314,7 @@ def head_correctness(out: Out) -> None:
                 with variable(HEAD, kernels):
                     got = gradients(torch.bfloat16 if CUDA else torch.float32, entropy)
                 row["errors"] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, truth)]
+                row["right"] = all(error <= LIMITS[torch.bfloat16] for error in row["errors"])
 
 
 @contextlib.contextmanager
@@ -310,7 +329,10 @@ def variable(name: str, value: str | None) -> Iterator[None]:
 
 
 def step_correctness(out: Out) -> None:
-    """Gradients of whole steps against the rows by themselves through transformers' own attention, in float64."""
+    """Gradients of whole steps against the rows by themselves through transformers' own attention, in float64.
+
+    Layers are not compiled: the steps of the other phases compare compiled layers with these.
+    """
     rows = rows_of(synthetic(0.7, 40 if out.smoke else 700, leaves=10, segment=8 if out.smoke else 64), 1000)
     config = Qwen3Config(
         vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
@@ -319,13 +341,13 @@ def step_correctness(out: Out) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).bfloat16().to(DEVICE).eval()
     truth = row_gradients(model.double(), rows)
-    for dtype, budget, compiled in itertools.product((torch.bfloat16, torch.float32), (None, 800), (False, True)):
-        with out.case("step", dtype=str(dtype), budget=budget, compiled=compiled) as row:
+    for dtype, budget in itertools.product((torch.bfloat16, torch.float32), (None, 800)):
+        with out.case("step", dtype=str(dtype), budget=budget) as row:
             out.need(5.0)
             model.to(dtype)
             bound = 1e-5 + 1.5 * relative(row_gradients(model, rows), truth)
             model.zero_grad()
-            options = {"budget": 60 if budget and out.smoke else budget, "compile_layers": compiled and not out.smoke}
+            options = {"budget": 60 if budget and out.smoke else budget, "compile_layers": False}
             done = tt.TreeEngine(model, **options).forward_backward(rows, tt.losses.sft())
             error = relative(flat_gradients(model), truth)
             row |= {"ran": dict(done.attention), "error": error, "bound": bound, "right": error <= bound}
@@ -363,35 +385,27 @@ QWEN3 = {
     "8b": (36, 4096, 12288, 32, 8, False),
 }
 MOE = "30b-a3b, 6 of 48 layers"
-CASES = [
-    ("0.6b", "tau_airline 2", "sft", (False, True)),
-    ("8b", "tau_airline 21", "sft", (False, True)),
-    ("0.6b", "synthetic 0.847 4096", "grpo", (False,)),
-    (MOE, "synthetic 0.847 4096", "sft", (False,)),
-    ("4b", "tau_airline 21", "sft", (False, True)),
-    ("1.7b", "synthetic 0.75 16384", "sft", (False,)),
-    ("0.6b", "synthetic 0.9 4096", "sft", (False,)),
-    ("0.6b", "synthetic 0.75 32768", "sft", (False,)),
-    (MOE, "tau_airline 21", "grpo", (False,)),
-]
-"""Model, rows, loss, with and without activation checkpointing; the most telling first."""
-
-
 _made: dict[str, Any] = {}
 """The last model."""
 
 
 def model_of(name: str, smoke: bool) -> Any:
-    """A Qwen3 with random weights in bfloat16 and its optimiser, in training mode; the last one is kept."""
+    """`weights_of` with an optimiser; the last model is kept."""
     if name not in _made:
         _made.clear()
         forget()
-        _made[name] = make_model(name, smoke)
+        model = weights_of(name, smoke)
+        # A rate of 0 costs as much as any other, and all engines compute the gradient at the same weights.
+        model.optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, fused=CUDA)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        model.optimiser.step()  # makes its state, so that plans see the memory that is free besides it
+        _made[name] = model
     return _made[name]
 
 
-def make_model(name: str, smoke: bool) -> Any:
-    """See `model_of`."""
+def weights_of(name: str, smoke: bool) -> Any:
+    """A Qwen3 with random weights, always the same, in bfloat16 (on a CPU in float32), in training mode."""
     torch.manual_seed(0)
     common = {"head_dim": 128, "vocab_size": VOCABULARY, "max_position_embeddings": 65_536}
     if name == MOE:
@@ -409,13 +423,10 @@ def make_model(name: str, smoke: bool) -> Any:
         sizes |= {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48} | small
         sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
         common |= {"head_dim": 16, "vocab_size": 512}
+        # The grouped product has no kernel on a CPU, and what replaces it cannot be traced.
+        common |= {"experts_implementation": "batched_mm"} if name == MOE else {}
     with DEVICE:
-        model = made(kind(**common, **sizes)).to(torch.bfloat16 if CUDA else torch.float32).train()
-    model.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=CUDA)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    model.optimiser.step()  # makes its state, so that plans see the memory that is free besides it
-    return model
+        return made(kind(**common, **sizes)).to(torch.bfloat16 if CUDA else torch.float32).train()
 
 
 def checkpointing(model: Any, on: bool) -> None:
@@ -426,39 +437,19 @@ def checkpointing(model: Any, on: bool) -> None:
         model.gradient_checkpointing_disable()
 
 
-def batch(name: str, loss: str, smoke: bool) -> list[tt.Trajectory]:
-    """The rows of a workload, with what the loss needs."""
+def batch(name: str, smoke: bool) -> list[tt.Trajectory]:
+    """The rows of a workload."""
     kind, *sizes = name.split()
     if smoke:
         rows = rows_of(synthetic(0.6, 48, leaves=3, segment=8), 500)
-    elif kind == "tau_airline":
-        rows = rows_of(load(f"tau_airline_calls_{sizes[0]}"), 30_000)
-    elif kind == "unshared":
+        # Each row with a prefix of it, as one row per LLM call has.
+        return [*rows, *(row.replace(ids=row.ids[:-2], loss_weights=row.weights[:-2]) for row in rows)]
+    if kind == "tau_airline":
+        return rows_of(load(f"tau_airline_calls_{sizes[0]}"), 30_000)
+    if kind == "unshared":
         rng = np.random.default_rng(0)
-        rows = [tt.Trajectory([k, *rng.integers(16, 30_000, 4095).tolist()]) for k in range(16)]
-    else:
-        rows = rows_of(synthetic(float(sizes[0]), int(sizes[1])), 30_000)
-    if loss == "grpo":
-        rng = np.random.default_rng(0)
-        rows = [row.replace(advantages=float(rng.normal()), old_logprobs=np.full(len(row), -12.0)) for row in rows]
-    return rows
-
-
-class Checkpointed(tt.TreeEngine):
-    """The rival: the whole tree as one part (with FlexAttention and every layer checkpointed)."""
-
-    def plan_of(self, layout: Any) -> Any:
-        """See `TreeEngine.plan_of`."""
-        return whole_trees(layout, max(layout.num_tokens, 1))
-
-
-class SegmentBySegment(tt.TreeEngine):
-    """Plans one part per segment, depth first."""
-
-    def plan_of(self, layout: Any) -> Any:
-        """See `TreeEngine.plan_of`."""
-        length = np.diff(layout.segment_start)
-        return Plan.of_parts(layout, np.repeat(np.arange(len(length)), length))
+        return [tt.Trajectory([k, *rng.integers(16, 30_000, 4095).tolist()]) for k in range(16)]
+    return rows_of(synthetic(float(sizes[0]), int(sizes[1])), 30_000)
 
 
 def linear_engine(model: Any, rows: list[tt.Trajectory], **options: Any) -> LinearEngine:
@@ -472,62 +463,147 @@ def linear_engine(model: Any, rows: list[tt.Trajectory], **options: Any) -> Line
     return LinearEngine(model, pack_tokens=size, **options)
 
 
+LINEAR = ("linear", "linear, every row")
+"""The baselines: rows that extend one another merged into the longest, with the weights of all; and every row."""
+GRADIENT_NUMBERS = 1 << 20
+"""Numbers of a gradient that are compared with those of the other engines."""
+
+
+def gradient_sample(model: nn.Module) -> np.ndarray:
+    """About so many numbers of the gradient, evenly over all parameters, in float32."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    stride = max(1, sum(grad.numel() for grad in grads) // GRADIENT_NUMBERS)
+    return torch.cat([grad.flatten()[::stride].float() for grad in grads]).cpu().numpy()
+
+
+def gradient_error(model: nn.Module, kept: Path) -> float | None:
+    """Relative difference from the gradient kept in a file, None for the first, which is kept there."""
+    sample = gradient_sample(model)
+    if not kept.exists():
+        np.save(kept, sample)
+        return None
+    first = np.load(kept)
+    return float(np.linalg.norm(sample - first) / np.linalg.norm(first))
+
+
 def step_case(
-    out: Out, model_name: str, rows_name: str, loss_name: str, engine_name: str, make: Callable[..., Any], *,
+    out: Out, scratch: Path, model_name: str, rows_name: str, engine_name: str, *,
     checkpointed: bool = False, kind: str = "steps", backend: str | None = None, repeats: int = 3, waits: bool = False,
     **options: Any,
 ) -> None:  # fmt: skip
     """Time an engine's forward, backward and optimiser as a training loop runs them: one row.
 
-    A step builds the next step's tree while the GPU works. Warm-up is a step on three rows. No repeat starts that is
-    predicted to end after the deadline.
-    """
-    options.setdefault("compile_layers", not out.smoke)
-    shown = {"model": model_name, "rows": rows_name, "loss": loss_name, "engine": engine_name}
-    shown |= {"checkpointed": checkpointed, "compiled": options["compile_layers"]}
-    with out.case(kind, **shown) as row, variable(ATTENTION, backend):
-        out.need(8.0)
-        model, rows = model_of(model_name, out.smoke), batch(rows_name, loss_name, out.smoke)
-        loss = tt.losses.grpo() if loss_name == "grpo" else tt.losses.sft()
-        checkpointing(model, checkpointed)
-        engine = make(model, rows, **options) if make is linear_engine else make(model, **options)
-        tree, counts = build_tree(rows, merge=engine.merge), engine.cost.counts
-        plan = engine.plan(rows)
-        expected = engine.cost.seconds(plan)
-        work = (tree_work if engine.merge else linear_work)(build_tree(rows), counts.attention_ranges)
-        flops, whole = counts.flops(*work), build_tree(rows)
-        row |= {"flat_tokens": whole.num_flat_tokens, "unique_tokens": whole.num_tokens}
-        row |= {"ideal": ideal_speedup(whole, counts), "predicted_gb": engine.cost.peak_bytes(plan) / 1e9}
+    A step builds the next step's tree while the GPU works, and the host never waits between the timed steps. The first
+    step, of the same plan, compiles what the others run; its gradient is compared with that of the engine which ran
+    first on these rows, the baseline as a rule.
 
-        def step(given: Any) -> Any:
-            model.zero_grad(set_to_none=False)  # kept, so that plans see the memory that is free besides them
-            done = engine.forward_backward(given, loss)
+    Args:
+        scratch: the folder of the gradients that are compared.
+        engine_name: one of `LINEAR`, or the tree with what is special about it.
+        repeats: timed steps; fewer if there is no time for them, but one.
+        waits: count the waits of the host in one more step.
+        options: of the engine.
+    """
+    options.setdefault("compile_layers", True)
+    linear = engine_name in LINEAR
+    shown = {"model": model_name, "rows": rows_name, "engine": engine_name, "checkpointed": checkpointed}
+    with out.case(kind, **shown, compiled=options["compile_layers"]) as row, variable(ATTENTION, backend):
+        out.need(8.0)
+        model, every_row = model_of(model_name, out.smoke), batch(rows_name, out.smoke)
+        tree, loss = build_tree(every_row), tt.losses.sft()
+        rows = cheapest_rows(tree) if engine_name == "linear" else every_row
+        checkpointing(model, checkpointed)
+        engine = linear_engine(model, rows, **options) if linear else tt.TreeEngine(model, **options)
+        counts, given = engine.cost.counts, build_tree(rows, merge=not linear)
+        plan = engine.plan(given)
+        ours = tree_work(tree, counts.attention_ranges)
+        work = linear_work(build_tree(rows), counts.attention_ranges) if linear else ours
+        row |= {"row_count": len(rows), "flat_tokens": tree.num_flat_tokens, "unique_tokens": tree.num_tokens}
+        row |= {"tokens": work.tokens, "predicted_gb": engine.cost.peak_bytes(plan) / 1e9}
+        if linear:
+            row["ideal"] = counts.flops(*work) / counts.flops(*ours)
+        # FLOPs of one product over the visible pairs in all layers: a forward has 2 of them, a backward 5.
+        config = model.config
+        heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+        row["product_flops"] = 2.0 * heads * sum(work.pairs.values())
+
+        def optimise() -> None:
             model.optimiser.step()
-            build_tree(rows, merge=engine.merge)
+            model.zero_grad(set_to_none=False)  # kept, so that plans see the memory that is free besides them
+
+        def step() -> Any:
+            done = engine.forward_backward(given, loss)
+            build_tree(rows, merge=not linear)
             return done
 
-        step(rows[:3])
+        model.zero_grad(set_to_none=False)
+        graphs, compiling, start = *compilations(), time.perf_counter()
+        done = step()
         wait()
-        before, times = torch.cuda.memory_allocated() if CUDA else 0, []
+        first = time.perf_counter() - start
+        row |= {"loss": done.loss, "attention": dict(done.attention), "parts": done.parts}
+        row |= {"recomputed_tokens": done.recomputed_tokens}
+        # Experts are chosen by comparing numbers that rounding changes.
+        if model_name != MOE:
+            error = gradient_error(model, scratch / f"{model_name} {rows_name}.npy")
+            row |= {} if error is None else {"gradient_error": error, "right": error <= GRADIENT_LIMIT}
+        optimise()
+        wait()
+        row |= {"graphs": compilations()[0] - graphs, "compile_seconds": compilations()[1] - compiling}
+        row["first_seconds"] = first
+
+        graphs, before = compilations()[0], torch.cuda.memory_allocated() if CUDA else 0
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
-        while len(times) < repeats and (out.smoke or out.left > 2 + max(min(times, default=expected), 0.1)):
-            start = time.perf_counter()
-            done = step(tree)
-            wait()
-            times.append(time.perf_counter() - start)
-        if not times:
-            out.need(2 + expected)
-        seconds = statistics.median(times)
-        row |= {"seconds": seconds, "least": min(times), "most": max(times), "expected": expected}
-        row |= {"flat_tokens_per_second": whole.num_flat_tokens / seconds, "mfu": flops / seconds / PEAK_FLOPS}
-        row |= {"tokens_per_second": work.tokens / seconds, "attention": dict(done.attention), "parts": done.parts}
-        row |= {"recomputed_tokens": done.recomputed_tokens}
+        steady = max(first - row["compile_seconds"], 1e-3)
+        fitting = repeats if out.smoke else max(1, min(repeats, int((out.left - 3) / steady)))
+        seconds, optimiser = timed(step, optimise, fitting)
+        middle = statistics.median(seconds)
+        row |= {"seconds": middle, "least": min(seconds), "most": max(seconds), "repeats": fitting}
+        row |= {
+            "seconds_without_optimiser": middle - statistics.median(optimiser),
+            "expected": engine.cost.seconds(plan),
+        }
+        row |= {"graphs_while_timed": compilations()[0] - graphs, "mfu": counts.flops(*work) / middle / PEAK_FLOPS}
+        row |= {"flat_tokens_per_second": tree.num_flat_tokens / middle, "tokens_per_second": work.tokens / middle}
         if CUDA:
             peak = torch.cuda.max_memory_allocated()
             row |= {"above_gb": (peak - before) / 1e9, "peak_gb": peak / 1e9}
             if waits:
-                row["host_waits"] = count_waits(lambda: step(tree))
+                row["host_waits"] = count_waits(lambda: (step(), optimise()))
+
+
+GRADIENT_LIMIT = 0.05 if CUDA else 1e-4
+"""Largest relative difference of two engines' gradients: both are rounded, in bfloat16 on a GPU."""
+
+
+def compilations() -> tuple[int, float]:
+    """Graphs that this process has compiled, and the seconds that it took."""
+    return counters["stats"]["unique_graphs"], calculate_time_spent()["total_wall_time"]
+
+
+def timed(step: Callable[[], Any], optimise: Callable[[], Any], repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds of steps that run back to back, with the optimiser, and of the optimiser alone.
+
+    On a GPU between events in the stream, so that the host can work ahead as it does in training.
+    """
+
+    def now() -> Any:
+        if not CUDA:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    marks = [now()]
+    for _ in range(repeats):
+        step()
+        marks.append(now())
+        optimise()
+        marks.append(now())
+    wait()
+    between = [a.elapsed_time(b) / 1e3 if CUDA else b - a for a, b in itertools.pairwise(marks)]
+    return [a + b for a, b in zip(between[::2], between[1::2])], between[1::2]
 
 
 def count_waits(step: Callable[[], Any]) -> int:
@@ -542,7 +618,7 @@ def count_waits(step: Callable[[], Any]) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in told)
 
 
-# ---- run B: where the time goes, the tree, attention
+# ---- where the time goes, attention, memory
 
 
 def profile(out: Out) -> None:
@@ -550,10 +626,13 @@ def profile(out: Out) -> None:
     for name, make in (("tree", tt.TreeEngine), ("linear", linear_engine)):
         with out.case("profile", model="0.6b", rows="tau_airline 21", engine=name) as row:
             out.need(20.0)
-            model, rows = model_of("0.6b", out.smoke), batch("tau_airline 21", "sft", out.smoke)
+            model, rows = model_of("0.6b", out.smoke), batch("tau_airline 21", out.smoke)
             checkpointing(model, False)
-            options = {"compile_layers": not out.smoke}
-            engine = make(model, rows, **options) if make is linear_engine else make(model, **options)
+            if make is linear_engine:
+                rows = cheapest_rows(build_tree(rows))
+                engine = linear_engine(model, rows, compile_layers=True)
+            else:
+                engine = tt.TreeEngine(model, compile_layers=True)
 
             def step(engine=engine, model=model, rows=rows) -> None:
                 model.zero_grad(set_to_none=False)
@@ -631,37 +710,6 @@ def by_purpose(events: Any) -> collections.Counter[str]:
     return table
 
 
-def tree_steps(out: Out) -> None:
-    """The tree on all models: compiled layers, the default attention, the Triton head; the first case without each."""
-    for model, rows, loss, modes in CASES[:2] if out.smoke else CASES:
-        given = out, model, rows, loss
-        for checkpointed in modes:
-            step_case(*given, "tree", tt.TreeEngine, checkpointed=checkpointed, waits=not checkpointed)
-        if True in modes:
-            backend = "flex" if "flex" in runnable(DEVICE) else None
-            step_case(*given, "rival", Checkpointed, checkpointed=True, backend=backend, compile_layers=False)
-
-
-def ablations(out: Out) -> None:
-    """The tree of the first case with one feature changed at a time."""
-    given = CASES[0][:3]
-    step_case(out, *given, "tree, eager", tt.TreeEngine, compile_layers=False)
-    for backend in gate(out):
-        if backend not in ("varlen", "rectangles"):
-            step_case(out, *given, f"tree, {backend}", tt.TreeEngine, backend=backend)
-    with variable(HEAD, "torch"):
-        step_case(out, *given, "tree, head by PyTorch", tt.TreeEngine)
-    size = len(batch(given[1], given[2], out.smoke)[0])
-    step_case(out, *given, "tree, parts of a row", functools.partial(tt.TreeEngine, budget=size))
-    step_case(out, *given, "tree, a part for each segment", SegmentBySegment)
-
-
-def gate(out: Out) -> list[str]:
-    """The backends that run A found right; all that can run if there was no run A."""
-    found = out.rows("gate")
-    return [name for name in runnable(DEVICE) if not found or name in found[-1]["right"]]
-
-
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "size 64": (16, 8, 64)}
 """Query heads, key/value heads, head size."""
 PLAIN = {
@@ -671,36 +719,82 @@ PLAIN = {
 }
 
 
-def attention_sweep(out: Out) -> None:
-    """FLOP rate of every backend on trees, beside that of plain causal kernels at as many visible pairs."""
-    trees = {"tau_airline 2": load("tau_airline_calls_2"), "synthetic 0.75 16384": synthetic(0.75, 16384)}
-    trees |= {"synthetic 0.9 32768": synthetic(0.9, 32768), "bushy": synthetic(0.75, 512, leaves=64, segment=16)}
-    trees = {"smoke": synthetic(0.5, 64, leaves=3, segment=8)} if out.smoke else trees
-    for (heads_name, heads), (tree, shape) in itertools.product(HEADS.items(), trees.items()):
-        if heads_name != "0.6b" and tree != next(iter(trees)):
-            continue  # one tree shows what the heads do
-        layout = pack(build_tree(rows_of(shape, 30_000)), trim=False)
-        length = min(math.isqrt(2 * layout.pairs), 65_536)
-        shown = {"tree": tree, "heads": heads_name, "tokens": layout.num_tokens}
-        for name, kernel in PLAIN.items() if CUDA else [("math", SDPBackend.MATH)]:
-            with out.case("sweep", kernel=f"plain {name}", **shown) as row, sdpa_kernel([kernel]):
-                out.need(5.0)
-                attend = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-                tensors = [x.transpose(0, 1)[None] for x in inputs(length, heads)]
-                row |= rates(attend, tensors, length * (length + 1) / 2, heads)
-        for backend in gate(out):
-            with out.case("sweep", kernel=backend, **shown) as row:
-                out.need(5.0)
-                attention = AttentionTree(Forest.of(layout))
-                attend = functools.partial(attention, scale=heads[2] ** -0.5, backend=backend)
-                row |= rates(attend, inputs(layout.num_tokens, heads), layout.pairs, heads)
-                row["ran"] = sorted(attention.calls)
+def attention_sweep(
+    out: Out, run: Callable[[str, Callable[[], None]], None], *, only: Collection[str] | None = None
+) -> None:
+    """FLOP rates of plain causal kernels on rows, and of every backend on their tree; heads of Qwen3-0.6B.
+
+    All kernels of a tree get the same numbers, and are compared with the first of them; so are the plain ones.
+
+    Args:
+        run: called with the name of each case and the case.
+        only: the kernels to measure; None measures all.
+    """
+    heads = (2, 1, 16) if out.smoke else HEADS["0.6b"]
+    for tree in ("tau_airline 2", "synthetic 0.75 16384"):
+        rows = batch(tree, out.smoke)
+        layout = pack(build_tree(rows), trim=False)
+        # Rows of one length that have as many visible pairs per token as the linear baseline's.
+        lengths = np.array([len(row) for row in cheapest_rows(build_tree(rows))])
+        length = int((lengths**2).sum() / lengths.sum())
+        count = max(1, min(len(lengths), 32_768 // length))
+        first: dict[str, list[Tensor]] = {}
+        plain = PLAIN if CUDA else {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
+        for name, kernel in plain.items():
+            shown = {"kernel": f"plain {name}", "tree": tree, "tokens": count * length, "length": length}
+
+            def of_rows(shown=shown, kernel=kernel, length=length, count=count, first=first) -> None:
+                with out.case("sweep", **shown) as row, sdpa_kernel([kernel]):
+                    out.need(5.0)
+                    attend = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=CUDA)
+                    drawn = [x.detach().unflatten(0, (count, length)) for x in inputs(count * length, heads)]
+                    tensors = [x.transpose(1, 2) for x in drawn]
+                    if not CUDA:  # only kernels of CUDA take grouped heads
+                        tensors[1:3] = [x.repeat_interleave(2, 1) for x in tensors[1:3]]
+                    for x in tensors[:3]:
+                        x.requires_grad_()
+                    row |= compared(attend, tensors, first, "plain")
+                    row |= rates(attend, tensors, count * length * (length + 1) / 2, heads)
+
+            if only is None or shown["kernel"] in only:
+                run(f"{tree} plain {name}", of_rows)
+        for backend in [name for name in runnable(DEVICE) if not CUDA or name in ("varlen", "triton", "flex")]:
+            shown = {"kernel": backend, "tree": tree, "tokens": layout.num_tokens}
+
+            def of_tree(shown=shown, backend=backend, layout=layout, first=first) -> None:
+                with out.case("sweep", **shown) as row:
+                    out.need(5.0)
+                    attention = AttentionTree(Forest.of(layout))
+                    attend = functools.partial(attention, scale=heads[2] ** -0.5, backend=backend)
+                    tensors = inputs(layout.num_tokens, heads)
+                    row |= compared(attend, tensors, first, "tree")
+                    row |= rates(attend, tensors, layout.pairs, heads)
+                    row["ran"] = sorted(attention.calls)
+
+            if only is None or backend in only:
+                run(f"{tree} {backend}", of_tree)
+
+
+def compared(attend: Callable[..., Tensor], tensors: list[Tensor], first: dict[str, list[Tensor]], key: str) -> Any:
+    """The errors of output and gradients against those of the kernel that ran first, which are kept."""
+    *leaves, grad = tensors
+    result = attend(*leaves)
+    found = [x.detach() for x in (result, *torch.autograd.grad(result, leaves, grad))]
+    if key not in first:
+        first[key] = found
+        return {}
+    errors = [relative(a.float(), b.float()) for a, b in zip(found, first[key])]
+    # Both are rounded.
+    return {"errors": errors, "right": all(error <= 2 * LIMITS[grad.dtype] for error in errors)}
 
 
 def inputs(tokens: int, heads: tuple[int, int, int]) -> list[Tensor]:
-    """Random query, key, value and output gradient, in bfloat16 on a GPU."""
-    dtype = torch.bfloat16 if CUDA else torch.float32
-    made = [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes_of(tokens, heads)]
+    """Random query, key, value and output gradient, the same at every call; in bfloat16 on a GPU."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    made = [
+        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16 if CUDA else torch.float32, generator=generator)
+        for shape in shapes_of(tokens, heads)
+    ]
     return [*(x.requires_grad_() for x in made[:3]), made[3]]
 
 
@@ -730,14 +824,15 @@ def milliseconds(call: Callable[[], Any], calls: int = 10) -> float:
     return begin.elapsed_time(end) / calls
 
 
-def kernel_sweep(out: Out) -> None:
+def block_sizes(out: Out) -> None:
     """Every block size of each Triton kernel, alone: the other two keep their defaults."""
+    if "triton" not in runnable(DEVICE):
+        return out.say("Triton's kernels cannot run here")
     layout = pack(build_tree(rows_of(synthetic(0.6, 48 if out.smoke else 8192, leaves=6), 30_000)), trim=False)
     from treetrain.softmax_attention.triton_attention import SHAPES
     from triton_shapes import candidates  # needs Triton
 
-    for heads_name in ("0.6b", "size 64"):
-        heads = HEADS[heads_name]
+    for heads_name, heads in HEADS.items():
         place = next(largest for largest in (64, 128, 256) if heads[2] <= largest), 2
         default = SHAPES[place]
         for kernel, listed in candidates(heads[2], torch.bfloat16).items():
@@ -749,82 +844,3 @@ def kernel_sweep(out: Out) -> None:
                     attend = functools.partial(tree, scale=heads[2] ** -0.5, backend="triton")
                     row |= rates(attend, inputs(layout.num_tokens, heads), layout.pairs, heads)
         SHAPES[place] = default
-
-
-# ---- run C: the linear baseline, memory, and what both say together
-
-
-def linear_steps(out: Out) -> None:
-    """The linear baseline on all models, compiled as the tree is; nothing shared on both sides."""
-    for number, (model, rows, loss, modes) in enumerate(CASES[:2] if out.smoke else CASES):
-        for checkpointed in modes:
-            step_case(out, model, rows, loss, "linear", linear_engine, checkpointed=checkpointed)
-        if number == 0:
-            step_case(out, model, rows, loss, "linear, eager", linear_engine, compile_layers=False)
-            for name, make in (("tree", tt.TreeEngine), ("linear", linear_engine)):
-                step_case(out, model, "unshared 16", "sft", name, make)
-
-
-def memory(out: Out) -> None:
-    """Peaks, predicted and measured: from all free memory down to a quarter of the longest path."""
-    longest = max(map(len, batch("tau_airline 21", "sft", out.smoke)))
-    for budget in (None, longest, longest // 2, longest // 4):
-        make = functools.partial(tt.TreeEngine, budget=budget)
-        step_case(out, "0.6b", "tau_airline 21", "sft", f"tree, budget {budget}", make, kind="memory", repeats=1)
-
-
-def speedups(out: Out) -> None:
-    """Tree and rival over the linear baseline, from the newest rows of all runs here."""
-    found = {(r["model"], r["rows"], r["loss"], r["engine"], r["checkpointed"]): r for r in out.rows("steps")}
-    for (model, rows, loss, engine, checkpointed), row in found.items():
-        for against in (False, True):
-            linear = found.get((model, rows, loss, "linear", against))
-            if engine.startswith("linear") or linear is None or not {"seconds"} <= set(row) & set(linear):
-                continue
-            speedup = linear["seconds"] / row["seconds"]
-            shown = {"model": model, "rows": rows, "loss": loss, "engine": engine, "checkpointed": checkpointed}
-            shown |= {"linear_checkpointed": against, "speedup": speedup, "ideal": row["ideal"]}
-            out.write("speedup", **shown, efficiency=speedup / row["ideal"], mfu=row["mfu"])
-
-
-RUNS: dict[str, dict[Callable[[Out], None], float]] = {
-    "A": {environment: 1, attention_correctness: 0.5, head_correctness: 0.5, step_correctness: 0.6, gpu_tests: 1},
-    "B": {environment: 1, profile: 0.2, tree_steps: 0.6, attention_sweep: 0.5, kernel_sweep: 0.6, ablations: 1},
-    "C": {environment: 1, linear_steps: 0.8, memory: 1, speedups: 1},
-}
-"""The parts of every run, and the share that each may take of the time that those before it leave."""
-
-
-def main() -> int:
-    """Run what the command line says; returns 1 if a case failed or was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, choices=RUNS)
-    parser.add_argument("--minutes", type=float, help="instead of 4, 9 and 9")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="folder of the rows")
-    parser.add_argument("--flash", help="FA3 or FA4: activate this FlashAttention")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
-    options = parser.parse_args()
-    if not CUDA and not options.smoke:
-        print("no CUDA device: nothing to measure here (--smoke runs it with tiny sizes on a CPU)", file=sys.stderr)
-        return 2
-    if options.flash:
-        torch.nn.attention.activate_flash_attention_impl(options.flash)
-    minutes = options.minutes or MINUTES[options.run]
-    out = Out(options.out, minutes, smoke=options.smoke, **provenance(options.run))
-    before = len(out.path.read_text().splitlines()) if out.path.exists() else 0
-    for part, share in RUNS[options.run].items():
-        if part is not kernel_sweep or "triton" in runnable(DEVICE):
-            out.say(f"== {part.__name__}: {share:.0%} of {out.left:.0f} s")
-            try:
-                with out.share(share):
-                    part(out)
-            except Exception:
-                out.say(f"{part.__name__} failed:\n{traceback.format_exc()}")
-    rows = [json.loads(line) for line in out.path.read_text().splitlines()[before:]]
-    bad = [row for row in rows if "note" in row or row.get("right") is False or row.get("passed") is False]
-    out.say(f"== {len(rows)} rows, {len(bad)} of them failed, wrong or skipped")
-    return min(len(bad), 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
