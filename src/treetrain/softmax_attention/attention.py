@@ -8,7 +8,6 @@ backends compute the same result; they differ in speed.
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
 
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -18,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.device_arrays import CHECKED
+from treetrain.device_arrays import CHECKED, why_no_triton
 from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
@@ -105,12 +104,9 @@ def why_not(name: str, device: torch.device) -> str | None:
     """Why a backend cannot run on a device; None if it can."""
     if name in ("rectangles", "matmul"):
         return None if device.type in ORDER else "it needs a CPU or a CUDA device"
-    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if device.type != "cuda" and not interpreted:
-        return "it needs a CUDA device" + (" (or TRITON_INTERPRET=1)" if name == "triton" else "")
-    if name != "varlen" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return None
+    if name != "triton" and device.type != "cuda":
+        return "it needs a CUDA device"
+    return None if name == "varlen" else why_no_triton(device)
 
 
 class AttentionTree:
