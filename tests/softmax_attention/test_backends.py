@@ -21,6 +21,7 @@ from treetrain.softmax_attention.attention import (
     runnable,
     why_not,
 )
+from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.varlen import VarlenAttention
@@ -42,12 +43,13 @@ def with_triton(monkeypatch):
 
 def test_each_device_has_its_own_unless_another_is_named(monkeypatch, with_triton):
     assert choose_backends(CPU) == ("rectangles",)
-    assert choose_backends(CUDA) == ("varlen", "triton", "rectangles", "matmul")
+    assert choose_backends(CUDA) == ("varlen", "flex", "triton", "rectangles", "matmul")
     monkeypatch.setenv(ENVIRONMENT, "triton")
     assert choose_backends(CUDA) == ("triton",)
-    assert choose_backends(CUDA, "varlen") == ("varlen", "triton", "rectangles", "matmul"), (
+    assert choose_backends(CUDA, "varlen") == ("varlen", "flex", "triton", "rectangles", "matmul"), (
         "it serves some forests only"
     )
+    assert choose_backends(CUDA, "flex") == ("flex", "triton", "rectangles", "matmul"), "it serves some layers only"
     monkeypatch.setenv(ENVIRONMENT, "auto")
     assert choose_backends(CUDA)[0] == "varlen"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -56,6 +58,8 @@ def test_each_device_has_its_own_unless_another_is_named(monkeypatch, with_trito
 
 class _StandIn:
     """A backend of the GPU's that says its name."""
+
+    serves_sinks = True
 
     def __init__(self, *given, **options):
         pass
@@ -77,33 +81,39 @@ def stand_ins(monkeypatch, with_triton):
         "Varlen", (_StandIn,), {"name": "varlen", "takes": VarlenAttention.takes, "_dtypes": (torch.bfloat16,)}
     )
     monkeypatch.setattr("treetrain.softmax_attention.varlen.VarlenAttention", varlen)
+    flex = type("Flex", (_StandIn,), {"name": "flex", "takes": FlexTreeAttention.takes, "serves_sinks": False})
+    monkeypatch.setattr("treetrain.softmax_attention.flex.FlexTreeAttention", flex)
     monkeypatch.setattr(attention, "CHECKED", set())
 
 
 def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins, monkeypatch):
-    def calls(forest, cache=None, specs=(PLAIN_ATTENTION,), dtype=torch.bfloat16):
+    def calls(forest, cache=None, specs=(PLAIN_ATTENTION,), dtype=torch.bfloat16, sinks=None):
         x = types.SimpleNamespace(device=CUDA, shape=(len(forest.ends), 2, 8), dtype=dtype)
         tree = AttentionTree(forest, cache)
-        return Counter(tree.backend(x, x, x, spec).name for spec in specs)
+        return Counter(tree.backend(x, x, x, spec, sinks).name for spec in specs)
 
     suitable, bushy = Forest.of(star(300, 64)), Forest.of(star(300, 3))
     windowed = [PLAIN_ATTENTION, AttentionSpec(AttentionRange(window=9)), PLAIN_ATTENTION]
-    assert calls(suitable) == {"varlen": 1} and calls(bushy) == {"triton": 1}
+    assert calls(suitable) == {"varlen": 1} and calls(bushy) == {"flex": 1}
+    assert calls(bushy, specs=windowed) == {"flex": 2, "triton": 1} and calls(bushy, dtype=torch.float32) == {"triton": 1}
+    assert calls(bushy, sinks=torch.zeros(2)) == {"triton": 1} and calls(suitable, sinks=torch.zeros(2)) == {"varlen": 1}
     assert calls(suitable, specs=windowed) == {"varlen": 2, "triton": 1}, "flash attention has no window of a path"
     assert calls(suitable, dtype=torch.float32) == {"triton": 1}
     cache = KVCache(9, CPU, gradients=False)
     none = np.full(len(suitable.ends), -1)
     assert calls(suitable, cache.view_of_rows(np.arange(0), none)) == {"varlen": 1}
-    assert calls(suitable, cache.view_of_rows(np.arange(4), none)) == {"triton": 1}, (
-        "gradients of a path stay in float32"
-    )
+    for forest in (suitable, bushy):
+        none = np.full(len(forest.ends), -1)
+        assert calls(forest, cache.view_of_rows(np.arange(4), none)) == {"triton": 1}, (
+            "gradients of a path stay in float32"
+        )
     monkeypatch.setenv(ENVIRONMENT, "triton")
     assert calls(suitable) == {"triton": 1}
 
 
 def test_a_name_that_is_none_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"'flex'.*auto, rectangles, varlen, triton, matmul"):
-        choose_backends(CUDA, "flex")
+    with pytest.raises(ValueError, match=r"'magi'.*auto, rectangles, varlen, flex, triton, matmul"):
+        choose_backends(CUDA, "magi")
     monkeypatch.setenv(ENVIRONMENT, "dense")
     with pytest.raises(ValueError, match=f"'dense'.*{ENVIRONMENT}"):
         choose_backends(CPU)
@@ -111,11 +121,13 @@ def test_a_name_that_is_none_is_refused(monkeypatch):
 
 def test_a_backend_that_cannot_run_says_why_and_what_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in ("varlen", "triton"):
+    for name in ("varlen", "flex", "triton"):
         with pytest.raises(ValueError, match=r"CUDA device.*those that can: rectangles, matmul"):
             choose_backends(CPU, name)
     with pytest.raises(ValueError, match=r"'triton' .*Triton is not installed; those that can: rectangles, varlen"):
         choose_backends(CUDA, "triton")
+    with pytest.raises(ValueError, match=r"'flex' .*Triton is not installed"):
+        choose_backends(CUDA, "flex")
     assert runnable(CPU) == ["rectangles", "matmul"]
 
 

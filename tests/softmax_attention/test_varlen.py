@@ -32,7 +32,8 @@ class SequenceBySequence:
 
     def forward(self, query, key, value, call: DeviceCall, scale):
         self._check(query, key, call)
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query), dtype=wide)
         for q, k in self._spans(call):
             given = (self._heads_first(x) for x in (query[q], key[k], value[k]))
             piece, piece_lse = StockKernel().forward(*given, call.causal, None, scale)

@@ -1,9 +1,9 @@
 """`tt.attention`: softmax attention of packed tokens along the paths of their tree, and the choice of its backend.
 
 On a CPU the backend is "rectangles". On a GPU it is the first of these that serves the forest and the layer, and that
-gives the right result on a small forest: varlen flash attention (chains and large rectangles), the Triton kernels,
-stock flash calls for rectangles, matrix products. The environment variable ``TREETRAIN_ATTENTION`` names another. All
-backends compute the same result; they differ in speed.
+gives the right result on small forests: varlen flash attention (chains and large rectangles), FlexAttention (16 bits,
+full attention, no path above), the Triton kernels, stock flash calls for rectangles, matrix products. The environment
+variable ``TREETRAIN_ATTENTION`` names another. All backends compute the same result; they differ in speed.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
@@ -18,19 +18,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treetrain.device_arrays import CHECKED, why_no_triton
-from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
+from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView, TreeAttention
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.tree.layout import FULL, AttentionRange
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
-ORDER = {"cpu": ("rectangles",), "cuda": ("varlen", "triton", "rectangles", "matmul")}
-"""The backends of a device, by its type; the first that serves a layer runs."""
+ORDER = {"cpu": ("rectangles",), "cuda": ("varlen", "flex", "triton", "rectangles", "matmul")}
+"""The backends of a device, by its type; the first that serves a layer runs. Those stand first that others have run
+more: our own Triton kernels have not run on a GPU yet."""
+PARTIAL = ("varlen", "flex")
+"""Backends that serve some forests and layers only; where one is named, others serve the rest."""
 
 
 def _rectangles(
     forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int
-) -> CachedAttention:
+) -> TreeAttention:
     return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
 
 
@@ -44,25 +47,35 @@ def _varlen(forest: Forest, cache: KVCacheView | None, device: torch.device, _si
     return VarlenAttention(pieces, device, cache=cache) if suits(pieces) else None
 
 
-def _triton(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> CachedAttention:
+def _flex(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> TreeAttention | None:
+    # The Triton kernels serve parts below a path: see flex.py.
+    if cache is not None and cache.path_tokens > 0:
+        return None
+    from treetrain.softmax_attention.flex import FlexTreeAttention
+
+    return FlexTreeAttention(forest, device, cache=cache)
+
+
+def _triton(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> TreeAttention:
     # Imports Triton, which not every machine has.
     from treetrain.softmax_attention.triton_attention import TritonTreeAttention
 
     return TritonTreeAttention(forest, device, cache=cache)
 
 
-def _matmul(forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int) -> CachedAttention:
+def _matmul(forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int) -> TreeAttention:
     return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size, plain=True)
 
 
-BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], CachedAttention | None]] = {
+BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], TreeAttention | None]] = {
     "rectangles": _rectangles,
     "varlen": _varlen,
+    "flex": _flex,
     "triton": _triton,
     "matmul": _matmul,
 }
 """Constructors of backends by name, called with the forest, the cache, the device, and the query heads times their
-size. "varlen" returns None for forests on which it is slow; those after it serve these."""
+size. "varlen" returns None for forests on which it is slow, "varlen" and "flex" below a path; others serve these."""
 
 
 def choose_backends(device: torch.device, name: str | None = None) -> tuple[str, ...]:
@@ -70,7 +83,7 @@ def choose_backends(device: torch.device, name: str | None = None) -> tuple[str,
 
     Args:
         name: the backend to use; None: the one that the environment variable names, else all of the device in order.
-            "varlen" does not serve every forest, so those after it follow.
+            Those of `PARTIAL` do not serve every layer, so those after them follow.
 
     Raises:
         NotImplementedError: a device that no backend supports.
@@ -91,7 +104,7 @@ def choose_backends(device: torch.device, name: str | None = None) -> tuple[str,
             f"tree attention {name!r} cannot run on {device.type!r}: {hindrance}; those that can: "
             f"{', '.join(runnable(device)) or 'none'}"
         )
-    rest = order[order.index(name) + 1 :] if name == "varlen" and name in order else ()
+    rest = order[order.index(name) + 1 :] if name in PARTIAL and name in order else ()
     return name, *(other for other in rest if why_not(other, device) is None)
 
 
@@ -126,7 +139,7 @@ class AttentionTree:
         self._forest, self._cache = forest, cache
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._order: dict[tuple[str | None, torch.device], tuple[str, ...]] = {}
-        self._made: dict[tuple[str, torch.device], CachedAttention | Exception | None] = {}
+        self._made: dict[tuple[str, torch.device], TreeAttention | Exception | None] = {}
 
     def __call__(
         self,
@@ -170,7 +183,7 @@ class AttentionTree:
         spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Tensor | None = None,
         name: str | None = None,
-    ) -> CachedAttention:
+    ) -> TreeAttention:
         """The backend of a layer: the first in order that serves it and, on a GPU, has passed its self-check.
 
         Raises:
@@ -183,6 +196,8 @@ class AttentionTree:
         for candidate in self._order[place]:
             made, failure = self._make(candidate, query), None
             if made is None or not (isinstance(made, Exception) or made.takes(query, value, spec)):
+                continue
+            if sinks is not None and not (isinstance(made, Exception) or made.serves_sinks):
                 continue
             if query.device.type in CHECKED:
                 failure = self._failure(candidate, made, query, key, value, spec, sinks)
@@ -201,7 +216,7 @@ class AttentionTree:
             "`python benchmarks/gpu.py --run A`"
         )
 
-    def _make(self, name: str, query: Tensor) -> CachedAttention | Exception | None:
+    def _make(self, name: str, query: Tensor) -> TreeAttention | Exception | None:
         """Construct a backend, once for all layers. On a GPU an error is returned, so that the next one is tried."""
         place = name, query.device
         if place not in self._made:
@@ -217,7 +232,7 @@ class AttentionTree:
     def _failure(
         self,
         name: str,
-        made: CachedAttention | Exception,
+        made: TreeAttention | Exception,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -295,7 +310,7 @@ def attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
-        backend: "rectangles" or "matmul"; on a GPU "varlen" or "triton" too. None: the one that the environment
+        backend: "rectangles" or "matmul"; on a GPU "varlen", "flex" or "triton" too. None: the one that the environment
             variable TREETRAIN_ATTENTION names, else the first that serves the layer and gives the right result.
 
     Returns:

@@ -24,7 +24,7 @@ LENGTHS = ["rows", "count"]
 
 
 @triton.jit
-def _so_far(running_ptr, sums_ptr, source_ptr, at, kept, row, inside, column, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+def _so_far(running_ptr, sums_ptr, source_ptr, at, kept, row, inside, column, STRIDE: tl.constexpr,
             SUMS: tl.constexpr):  # fmt: skip
     """The rows so far in float32, from the running result or from the float32 sums."""
     if SUMS:
@@ -69,7 +69,7 @@ def merge_kernel(
     first, second = tl.exp(before - high), tl.exp(after - high)
     whole = first + second
     so_far = _so_far(
-        out_ptr, sums_ptr + head * SIZE, source_ptr, at, kept, row, inside, column, SIZE, HEADS * SIZE, SUMS
+        out_ptr, sums_ptr + head * SIZE, source_ptr, at, kept, row, inside, column, HEADS * SIZE, SUMS
     )  # fmt: skip
     piece_at = row[:, None].to(tl.int64) * (HEADS * SIZE) + head * SIZE + column[None, :]
     piece = tl.load(piece_ptr + piece_at, mask=kept, other=0.0).to(tl.float32)
@@ -96,7 +96,7 @@ def add_kernel(
     token = tl.load(token_ptr + row, mask=inside, other=0)
     at = token[:, None] * (HEADS * SIZE) + head * SIZE + column[None, :]
     so_far = _so_far(
-        total_ptr, sums_ptr + head * SIZE, source_ptr, at, kept, row, inside, column, SIZE, HEADS * SIZE, SUMS
+        total_ptr, sums_ptr + head * SIZE, source_ptr, at, kept, row, inside, column, HEADS * SIZE, SUMS
     )  # fmt: skip
     piece_ptr += head * SIZE
     if SEVERAL:
@@ -124,13 +124,9 @@ def merge_(
     to: Targets,
 ) -> None:
     """See `merging.merge_`."""
-    assert (
-        to.copies is None
-        and out.is_contiguous()
-        and lse.is_contiguous()
-        and piece_lse.dtype == lse.dtype == torch.float32
-    )
-    rows, heads, size = piece.shape
+    assert to.copies is None and out.is_contiguous() and lse.is_contiguous()
+    assert piece_lse.dtype == lse.dtype == torch.float32
+    rows = len(piece)
     tensors = out, _or(sums, out), piece.contiguous(), lse, piece_lse.contiguous(), to.tokens
     beside = _beside(sums, to)
     _launch(merge_kernel, out, rows, *tensors, *beside[0], rows, lse.shape[1], SUMS=beside[1])

@@ -175,7 +175,7 @@ def _chosen(heads: int, size: int, dtype: torch.dtype, device: torch.device) -> 
 
     case = str(device), f"heads {heads}", f"size {size}"
     name = "the merging of attention pieces"
-    failure = failure_of(name, case, dtype, lambda: errors_of(kernels(), heads, size, dtype, device))
+    failure = failure_of(name, case, dtype, lambda: [lambda: errors_of(kernels(), heads, size, dtype, device)])
     return PLAIN if failure else kernels()
 
 
