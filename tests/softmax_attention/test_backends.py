@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from support.models import make_model
 from support.plans import attention_forest, star
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extensions.process_group import GroupRanks
+from treetrain.engine.extensions.sharing import GroupSharing
 from treetrain.softmax_attention import attention
 from treetrain.softmax_attention.attention import (
     BACKENDS,
@@ -50,6 +53,8 @@ def test_each_device_has_its_own_unless_another_is_named(monkeypatch, with_trito
         "it serves some forests only"
     )
     assert choose_backends(CUDA, "flex") == ("flex", "triton", "rectangles", "matmul"), "it serves some layers only"
+    assert choose_backends(CUDA, "cudnn") == ("cudnn", "varlen", "flex", "triton", "rectangles", "matmul")
+    assert "cudnn" not in choose_backends(CUDA, "auto"), "only where it is named"
     monkeypatch.setenv(ENVIRONMENT, "auto")
     assert choose_backends(CUDA)[0] == "varlen"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -95,8 +100,12 @@ def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins, monkeypatch):
     suitable, bushy = Forest.of(star(300, 64)), Forest.of(star(300, 3))
     windowed = [PLAIN_ATTENTION, AttentionSpec(AttentionRange(window=9)), PLAIN_ATTENTION]
     assert calls(suitable) == {"varlen": 1} and calls(bushy) == {"flex": 1}
-    assert calls(bushy, specs=windowed) == {"flex": 2, "triton": 1} and calls(bushy, dtype=torch.float32) == {"triton": 1}
-    assert calls(bushy, sinks=torch.zeros(2)) == {"triton": 1} and calls(suitable, sinks=torch.zeros(2)) == {"varlen": 1}
+    assert calls(bushy, specs=windowed) == {"flex": 2, "triton": 1} and calls(bushy, dtype=torch.float32) == {
+        "triton": 1
+    }
+    assert calls(bushy, sinks=torch.zeros(2)) == {"triton": 1} and calls(suitable, sinks=torch.zeros(2)) == {
+        "varlen": 1
+    }
     assert calls(suitable, specs=windowed) == {"varlen": 2, "triton": 1}, "flash attention has no window of a path"
     assert calls(suitable, dtype=torch.float32) == {"triton": 1}
     cache = KVCache(9, CPU, gradients=False)
@@ -112,7 +121,7 @@ def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins, monkeypatch):
 
 
 def test_a_name_that_is_none_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"'magi'.*auto, rectangles, varlen, flex, triton, matmul"):
+    with pytest.raises(ValueError, match=r"'magi'.*auto, rectangles, varlen, flex, triton, matmul, cudnn"):
         choose_backends(CUDA, "magi")
     monkeypatch.setenv(ENVIRONMENT, "dense")
     with pytest.raises(ValueError, match=f"'dense'.*{ENVIRONMENT}"):
@@ -128,6 +137,8 @@ def test_a_backend_that_cannot_run_says_why_and_what_can(monkeypatch):
         choose_backends(CUDA, "triton")
     with pytest.raises(ValueError, match=r"'flex' .*Triton is not installed"):
         choose_backends(CUDA, "flex")
+    with pytest.raises(ValueError, match=r"'cudnn' .*nvidia-cudnn-frontend \(1.32 or newer\) is not installed"):
+        choose_backends(CUDA, "cudnn")
     assert runnable(CPU) == ["rectangles", "matmul"]
 
 
@@ -139,8 +150,6 @@ def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch, with_triton):
 
 
 def test_an_engine_takes_what_the_environment_names(monkeypatch):
-    from support.models import make_model
-
     monkeypatch.setenv(ENVIRONMENT, "varlen")
     with pytest.raises(ValueError, match=r"'varlen' cannot run on 'cpu'"):
         TreeEngine(make_model()).logprobs([[1, 2, 3]])
@@ -155,3 +164,31 @@ def test_the_default_of_a_cpu_is_made():
 def test_other_devices_are_refused():
     with pytest.raises(NotImplementedError, match="xpu"):
         choose_backends(torch.device("xpu"))
+
+
+def test_ranks_compile_flex_attention_before_they_wait_for_one_another(monkeypatch):
+    """So the first irregular forest of one rank meets a check that has been made."""
+    checked = []
+    monkeypatch.setattr(attention, "CHECKED", {"cpu"})
+    monkeypatch.setitem(attention.ORDER, "cpu", ("varlen", "flex"))
+    monkeypatch.setattr(attention, "why_not", lambda name, device: None)
+    monkeypatch.setattr(
+        "treetrain.softmax_attention.self_check.failure_of_backend",
+        lambda name, make, q, k, v, spec, **options: checked.append(
+            (name, q.dtype, q.shape, k.shape, v.shape, options)
+        ),
+    )
+    model = make_model("qwen3", dtype=torch.bfloat16)
+    text = model.config
+    size, heads, groups = text.head_dim, text.num_attention_heads, text.num_key_value_heads
+    for ranks, same_rows in ((False, True), (True, True), (False, False)):
+        sharing = object.__new__(GroupSharing)
+        sharing._model, sharing.context = model, GroupRanks(None)
+        sharing.ranks, sharing.same_rows = types.SimpleNamespace(alone=ranks), types.SimpleNamespace(alone=same_rows)
+        sharing.check_model(TreeEngine(model).prepared.capabilities)
+    options = {"sinks": False, "below_path": False}
+    shapes = (1, heads, size), (1, groups, size), (1, groups, size)
+    assert checked == [("flex", torch.bfloat16, *shapes, options)], "several ranks, of which each has its own rows"
+    monkeypatch.setenv(ENVIRONMENT, "varlen")
+    attention.warm_up(CPU, torch.float32, (4, 2), (8, 8))
+    assert len(checked) == 1

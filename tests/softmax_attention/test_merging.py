@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.triton_here import triton_or_skip
 from treetrain import kernel_checks, softmax_attention
 from treetrain.softmax_attention import merging
-from treetrain.softmax_attention.merging import PLAIN, Merging, Sums
+from treetrain.softmax_attention.merge_tables import Sums
+from treetrain.softmax_attention.merging import PLAIN, Merging
 from treetrain.testing.forests import runs
 
 CPU = torch.device("cpu")

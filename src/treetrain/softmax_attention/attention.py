@@ -8,6 +8,7 @@ variable ``TREETRAIN_ATTENTION`` names another. All backends compute the same re
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
 
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -27,7 +28,7 @@ ENVIRONMENT = "TREETRAIN_ATTENTION"
 ORDER = {"cpu": ("rectangles",), "cuda": ("varlen", "flex", "triton", "rectangles", "matmul")}
 """The backends of a device, by its type; the first that serves a layer runs. Those stand first that others have run
 more: our own Triton kernels have not run on a GPU yet."""
-PARTIAL = ("varlen", "flex")
+PARTIAL = ("varlen", "flex", "cudnn")
 """Backends that serve some forests and layers only; where one is named, others serve the rest."""
 
 
@@ -56,6 +57,14 @@ def _flex(forest: Forest, cache: KVCacheView | None, device: torch.device, _size
     return FlexTreeAttention(forest, device, cache=cache)
 
 
+def _cudnn(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> TreeAttention | None:
+    if cache is not None and cache.path_tokens > 0:
+        return None
+    from treetrain.softmax_attention.cudnn_flex import CudnnTreeAttention
+
+    return CudnnTreeAttention(forest, device, cache=cache)
+
+
 def _triton(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> TreeAttention:
     # Imports Triton, which not every machine has.
     from treetrain.softmax_attention.triton_attention import TritonTreeAttention
@@ -73,9 +82,11 @@ BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], Tr
     "flex": _flex,
     "triton": _triton,
     "matmul": _matmul,
+    "cudnn": _cudnn,
 }
 """Constructors of backends by name, called with the forest, the cache, the device, and the query heads times their
-size. "varlen" returns None for forests on which it is slow, "varlen" and "flex" below a path; others serve these."""
+size. "varlen" returns None for forests on which it is slow, those of `PARTIAL` below a path; others serve these.
+"cudnn" runs only where it is named."""
 
 
 def choose_backends(device: torch.device, name: str | None = None) -> tuple[str, ...]:
@@ -104,8 +115,30 @@ def choose_backends(device: torch.device, name: str | None = None) -> tuple[str,
             f"tree attention {name!r} cannot run on {device.type!r}: {hindrance}; those that can: "
             f"{', '.join(runnable(device)) or 'none'}"
         )
-    rest = order[order.index(name) + 1 :] if name in PARTIAL and name in order else ()
+    rest = () if name not in PARTIAL else order[order.index(name) + 1 :] if name in order else order
     return name, *(other for other in rest if why_not(other, device) is None)
+
+
+def warm_up(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Check, and so compile, what a process compiles at the first irregular forest: FlexAttention.
+
+    Ranks do so before they wait for one another: half a minute of compiling on the one rank whose forest needs it would
+    keep all others waiting in the middle of a step.
+
+    Args:
+        heads: of queries, and of keys and values.
+        sizes: of the heads of queries and keys, and of values.
+    """
+    if device.type not in CHECKED or "flex" not in choose_backends(device):
+        return
+    from treetrain.softmax_attention.self_check import failure_of_backend
+
+    query, key, value = (
+        torch.empty(1, *shape, dtype=dtype, device=device)
+        for shape in ((heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1]))
+    )
+    if dtype.itemsize == 2 and max(sizes) <= 256:
+        failure_of_backend("flex", BACKENDS["flex"], query, key, value, PLAIN_ATTENTION, sinks=False, below_path=False)
 
 
 def runnable(device: torch.device) -> list[str]:
@@ -119,7 +152,9 @@ def why_not(name: str, device: torch.device) -> str | None:
         return None if device.type in ORDER else "it needs a CPU or a CUDA device"
     if name != "triton" and device.type != "cuda":
         return "it needs a CUDA device"
-    return None if name == "varlen" else why_no_triton(device)
+    if name == "cudnn" and importlib.util.find_spec("cudnn") is None:
+        return "nvidia-cudnn-frontend (1.32 or newer) is not installed"
+    return None if name in ("varlen", "cudnn") else why_no_triton(device)
 
 
 class AttentionTree:
@@ -310,8 +345,9 @@ def attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
-        backend: "rectangles" or "matmul"; on a GPU "varlen", "flex" or "triton" too. None: the one that the environment
-            variable TREETRAIN_ATTENTION names, else the first that serves the layer and gives the right result.
+        backend: "rectangles" or "matmul"; on a GPU "varlen", "flex", "triton" or "cudnn" too. None: the one that the
+            environment variable TREETRAIN_ATTENTION names, else the first that serves the layer and gives the right
+            result.
 
     Returns:
         The output in the dtype of the query.

@@ -178,6 +178,11 @@ class FlexTreeAttention:
         assert spec == PLAIN_ATTENTION and sinks is None
         if self.cache is not None and self.cache.exports:
             key, value = _Exported.apply(key, value, self.cache, layer)  # type: ignore[misc]
+        return self._attention(query, key, value, scale)
+
+    def _attention(
+        self, query: Float[Tensor, "N H D"], key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], scale: float
+    ) -> Float[Tensor, "N H V"]:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         out = self._attend(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],

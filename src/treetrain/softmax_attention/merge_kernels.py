@@ -15,12 +15,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treetrain.device_arrays import launch
-from treetrain.softmax_attention.merging import Targets
+from treetrain.softmax_attention.merge_tables import Targets
 
-BLOCK_ROWS = 32
 WARPS = 4
 LENGTHS = ["rows", "count"]
 """Arguments that differ from call to call; the compiler must not specialize on their values."""
+
+
+def block_rows(size: int) -> int:
+    """Rows of a program for heads of a size: larger ones would take most registers of a multiprocessor."""
+    return 32 if size <= 128 else 16
 
 
 @triton.jit
@@ -156,8 +160,7 @@ def _beside(sums: Tensor | None, to: Targets) -> tuple[tuple[Tensor, Tensor], bo
 def _launch(kernel: Any, like: Tensor, rows: int, *arguments: Any, **options: bool) -> None:
     heads, size = like.shape[1:]
     if rows:
-        launch(
-            kernel, (triton.cdiv(rows, BLOCK_ROWS), heads), like, *arguments,
-            HEADS=heads, SIZE=size, BLOCK_D=triton.next_power_of_2(size), BLOCK_ROWS=BLOCK_ROWS, num_warps=WARPS,
-            **options,
-        )  # fmt: skip
+        grid = triton.cdiv(rows, block_rows(size)), heads
+        constants = {"HEADS": heads, "SIZE": size, "BLOCK_ROWS": block_rows(size)}
+        constants["BLOCK_D"] = triton.next_power_of_2(size)
+        launch(kernel, grid, like, *arguments, num_warps=WARPS, **constants, **options)

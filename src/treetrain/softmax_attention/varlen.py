@@ -30,7 +30,8 @@ from torch.nn.functional import pad
 
 from treetrain.device_arrays import to_device
 from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
-from treetrain.softmax_attention.merging import Sums, merging
+from treetrain.softmax_attention.merge_tables import Sums
+from treetrain.softmax_attention.merging import merging
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, path_tops
 from treetrain.tree.layout import ranges
 
