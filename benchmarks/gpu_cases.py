@@ -36,7 +36,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import flex_attention  # noqa: F401 - adds FlexAttention to the backends
 import treetrain as tt
 from tree_shapes import load, rows_of, synthetic
 from treetrain.engine import lm_head

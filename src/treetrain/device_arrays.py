@@ -1,5 +1,7 @@
 """Copies NumPy arrays to a device without blocking the host, and launches Triton kernels on a tensor's device."""
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +44,13 @@ def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on a device; None if they can."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return "it needs a CUDA device (or TRITON_INTERPRET=1)"
+    return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any) -> None:

@@ -1,8 +1,8 @@
-"""Checks a GPU kernel on a small input before its first use in a process.
+"""Checks a GPU kernel on small inputs before its first use in a process.
 
 A kernel that is right on one device, driver and library version may fail to compile, raise or be wrong on another. So
-the first call of each kind (kernel, device, dtype, sizes) compares it with slow and obvious code. A kernel that fails
-is passed over, with one warning, and the next one takes its place.
+the first call of each kind (kernel, device, dtype, sizes) compares it with slow and obvious code: twice, because a race
+may spare the first run. A kernel that fails is passed over, with one warning, and the next one takes its place.
 """
 
 import logging
@@ -19,15 +19,26 @@ logger = logging.getLogger(__name__)
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative error by dtype; 16-bit dtypes have `LIMIT_16_BITS`, float32 products in TF32 too."""
 LIMIT_16_BITS = 3e-2
+MOST_NAMED = 8
+"""Wrong results that a message names."""
 _FAILURES: dict[Hashable, str | None] = {}
 """The result of every check of this process."""
+
+
+def limit_of(dtype: torch.dtype, *, tf32: bool = False) -> float:
+    """The largest relative error of a kernel whose inputs have a dtype."""
+    return LIMIT_16_BITS if tf32 else LIMITS.get(dtype, LIMIT_16_BITS)
+
+
+Run = Callable[[], dict[str, float]]
+"""Runs a kernel on one input; relative errors by the name of the result."""
 
 
 def failure_of(
     kernel: str,
     case: tuple[Hashable, ...],
     dtype: torch.dtype,
-    errors: Callable[[], dict[str, float]],
+    runs: Callable[[], Iterable[Run]],
     *,
     tf32: bool = False,
 ) -> str | None:
@@ -37,16 +48,16 @@ def failure_of(
         kernel: its name, for messages.
         case: all that the kernel's code depends on; each case is checked once.
         dtype: of the kernel's inputs.
-        errors: runs the kernel and its reference on a small input; relative errors by the name of the result.
+        runs: the kernel on small inputs, each compared with its reference; each is called twice.
         tf32: whether float32 products may be rounded to TF32.
 
     Raises:
-        torch.OutOfMemoryError: no memory is left for the small input, which says nothing about the kernel.
+        torch.OutOfMemoryError: no memory is left for the small inputs, which says nothing about the kernel.
     """
     key = kernel, dtype, tf32, *case
     if key not in _FAILURES:
         started = time.perf_counter()
-        reason = _failure(errors, LIMIT_16_BITS if tf32 else LIMITS.get(dtype, LIMIT_16_BITS))
+        reason = _failure(runs, limit_of(dtype, tf32=tf32))
         described = f"{kernel} ({', '.join(map(str, (dtype, *case)))})"
         if reason is None:
             logger.info("%s was compared with its reference in %.1f s", described, time.perf_counter() - started)
@@ -62,20 +73,25 @@ def failure_of(
     return _FAILURES[key]
 
 
-def _failure(errors: Callable[[], dict[str, float]], limit: float) -> str | None:
+def _failure(runs: Callable[[], Iterable[Run]], limit: float) -> str | None:
+    wrong: list[str] = []
     try:
         # The caller may be anywhere: without gradients, under autocast, in inference mode, among tensors without data
         # (a model's costs are counted so), where nothing can be compared.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-            found = errors()
+            for run in runs():
+                for again in ("", ", in its second run"):
+                    # `not <=` is also true of NaN.
+                    wrong += [f"{name} by {error:.1e}{again}" for name, error in run().items() if not error <= limit]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler, a driver or the kernel itself
         first = (str(error).strip() or "no message").splitlines()[0]
         return f"raised {type(error).__name__}: {first[:160]}"
-    # `not <=` is also true of NaN.
-    wrong = [f"{name} by {error:.1e}" for name, error in found.items() if not error <= limit]
-    return f"is off in {', '.join(wrong)} (relative; at most {limit:g})" if wrong else None
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+    return f"is off in {', '.join(wrong[:MOST_NAMED])}{more} (relative; at most {limit:g})"
 
 
 def relative_error(found: Tensor | Iterable[Tensor], expected: Tensor | Iterable[Tensor]) -> float:

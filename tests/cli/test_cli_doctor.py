@@ -103,7 +103,7 @@ def test_the_cpu_kernels_are_compared_with_the_reference_and_a_gpus_are_announce
     assert cpu["device"] == "cpu" and cpu["kernels"] == {"rectangles": "exact"} and cpu["memory_bytes"] > 0
     if not torch.cuda.is_available():
         (gpu,) = others
-        assert set(gpu["kernels"]) == {"varlen", "triton", "rectangles", "matmul", "LM head"}
+        assert set(gpu["kernels"]) == {"varlen", "flex", "triton", "rectangles", "matmul", "LM head"}
 
 
 def test_a_kernel_that_is_wrong_is_said_and_leaves_no_warning(treetrain, environment, monkeypatch, recwarn):

@@ -249,3 +249,54 @@ def test_kernels_that_are_wrong_here_leave_their_work_to_pytorch(kernels, reason
     monkeypatch.setenv(lm_head.ENVIRONMENT, "triton")
     with pytest.raises(RuntimeError, match=f"{reason}.*name torch"):
         lm_head.self_checked(kernels, torch.float32, cpu)
+
+
+def adds_in_float32(total, left, right, *, out_dtype, out):
+    """`torch.addmm` with `out_dtype` as a GPU computes it; PyTorch has it on no CPU."""
+    return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
+
+
+def rounds_the_product(total, left, right, *, out_dtype, out):
+    return out.copy_(total + left @ right)
+
+
+def overflows(total, left, right, *, out_dtype, out):
+    """As if the product of large gradients were made in float16."""
+    return out.copy_(total + (left.to(out_dtype) @ right.to(out_dtype)).clamp(-65504, 65504))
+
+
+def is_not_there(total, left, right, *, out_dtype, out):
+    raise NotImplementedError("no kernel for out_dtype")
+
+
+@pytest.mark.parametrize(
+    ("addmm", "reason"),
+    [
+        (adds_in_float32, None),
+        (rounds_the_product, "off in the sum by"),
+        (overflows, "off in the sum of large gradients"),
+        (is_not_there, "no kernel for out_dtype"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_the_product_that_adds_in_float32_is_checked_and_a_rounded_product_takes_its_place(monkeypatch, addmm, reason):
+    cpu, asked = torch.device("cpu"), (torch.bfloat16, torch.float32)
+    monkeypatch.setattr(kernel_checks, "_FAILURES", {})
+    monkeypatch.setattr(lm_head, "CHECKED", {"cpu"})
+    monkeypatch.setattr(torch, "addmm", addmm)
+    if reason is None:
+        assert lm_head._adds_unrounded(*asked, cpu)
+        return
+    with pytest.warns(RuntimeWarning, match=f"addmm with out_dtype.*{reason}"):
+        assert not lm_head._adds_unrounded(*asked, cpu)
+    total, left = torch.ones(4, 5), torch.eye(4, 3, dtype=torch.bfloat16)
+    lm_head._add_product(total, left, torch.ones(3, 5, dtype=torch.bfloat16))
+    assert total.sum() == 4 * 5 + 3 * 5
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_triton_is_exact_on_the_logits_of_its_check(dtype, most, monkeypatch):
+    monkeypatch.setattr(lm_head, "TritonChunk", triton_chunk())
+    for name, logits in lm_head._logits_of_check().items():
+        found = lm_head._errors_of_kernels(name, logits.to(DEVICE, dtype))
+        assert max(found.values()) <= most, found

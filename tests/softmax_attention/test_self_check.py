@@ -3,6 +3,7 @@
 There is no GPU here, so the CPU plays one: the order and the check are a GPU's, and stand-ins serve as its kernels.
 """
 
+import itertools
 import logging
 import warnings
 
@@ -62,6 +63,13 @@ def gpu(monkeypatch):
     monkeypatch.setitem(BACKENDS, "triton", triton)
 
 
+@pytest.fixture
+def one_case(monkeypatch):
+    """The Gaussian inputs alone, for tests of what follows from a check."""
+    cases = self_check._cases
+    monkeypatch.setattr(self_check, "_cases", lambda *given: itertools.islice(cases(*given), 1))
+
+
 def step(engine):
     """Gradients of a step, and the backends that ran."""
     engine.model.zero_grad()
@@ -71,7 +79,8 @@ def step(engine):
 
 def errors_of(make, spec=PLAIN_ATTENTION, dtype=torch.float64, **options):
     options = {"sinks": False, "below_path": False} | options
-    return self_check._errors(make, (4, 2), (16, 8), dtype, CPU, spec, **options)
+    runs = self_check._runs(make, (4, 2), (16, 8), dtype, CPU, spec, **options)
+    return {name: error for run in runs for name, error in run().items()}
 
 
 @pytest.mark.parametrize("below_path", [False, True])
@@ -80,7 +89,7 @@ def errors_of(make, spec=PLAIN_ATTENTION, dtype=torch.float64, **options):
 @pytest.mark.parametrize("name", ["triton", "rectangles", "matmul"])
 def test_a_backend_that_is_right_has_no_error(name, spec, sinks, below_path):
     found = errors_of(BACKENDS[name], spec, sinks=sinks, below_path=below_path)
-    assert len(found) == 4 + sinks and max(found.values()) <= 1e-12, found
+    assert len(found) == 7 * (4 + sinks) and max(found.values()) <= 1e-12, found
 
 
 def test_stock_varlen_calls_serve_the_forest_of_the_check():
@@ -150,7 +159,7 @@ HOWS = ("does not compile", "nan", "output", "gradient of keys")
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOWS)
-def test_the_next_backend_takes_the_place_of_a_broken_one_and_the_result_is_right(how, monkeypatch):
+def test_the_next_backend_takes_the_place_of_a_broken_one_and_the_result_is_right(how, monkeypatch, one_case):
     model = make_model("gpt2", dtype=torch.float64)
     expected, _ = step(LinearEngine(model))
     for number, runs in enumerate(ORDER):
@@ -169,7 +178,7 @@ def test_the_next_backend_takes_the_place_of_a_broken_one_and_the_result_is_righ
             assert ("ptxas" in said) == (how == "does not compile") and "more lines" not in said
 
 
-def test_parts_below_a_path_prove_the_path_too(monkeypatch):
+def test_parts_below_a_path_prove_the_path_too(monkeypatch, one_case):
     """A backend that is right on whole trees only is passed over below a path."""
 
     def forgets_the_path(forest, cache, device, size):
@@ -188,7 +197,7 @@ def test_parts_below_a_path_prove_the_path_too(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:tree attention")
-def test_a_named_backend_that_is_wrong_raises_and_so_do_all_together(monkeypatch):
+def test_a_named_backend_that_is_wrong_raises_and_so_do_all_together(monkeypatch, one_case):
     model = make_model("gpt2", dtype=torch.float64)
     for name in ORDER:
         monkeypatch.setitem(BACKENDS, name, broken(BACKENDS[name], "output"))
@@ -201,7 +210,7 @@ def test_a_named_backend_that_is_wrong_raises_and_so_do_all_together(monkeypatch
         TreeEngine(model).logprobs(ROWS)
 
 
-def test_a_kind_of_layer_is_checked_once_and_said_in_the_log(caplog):
+def test_a_kind_of_layer_is_checked_once_and_said_in_the_log(caplog, one_case):
     model = make_model("gpt2", dtype=torch.float64)
     with caplog.at_level(logging.INFO, logger="treetrain.kernel_checks"):
         for _ in range(2):
@@ -209,7 +218,7 @@ def test_a_kind_of_layer_is_checked_once_and_said_in_the_log(caplog):
     assert [record.message.split(" (")[0] for record in caplog.records] == ["tree attention 'varlen'"]
 
 
-def test_the_check_leaves_the_random_state_and_the_callers_gradient_mode():
+def test_the_check_leaves_the_random_state_and_the_callers_gradient_mode(one_case):
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
@@ -221,7 +230,7 @@ def test_the_check_leaves_the_random_state_and_the_callers_gradient_mode():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_check_compares_numbers_where_the_caller_has_tensors_without_data():
+def test_the_check_compares_numbers_where_the_caller_has_tensors_without_data(one_case):
     with FakeTensorMode():
         x = torch.zeros(2, 4, 16)
         given = ("matmul", BACKENDS["matmul"], x, x, x, PLAIN_ATTENTION)
@@ -242,7 +251,7 @@ def test_a_want_of_memory_says_nothing_about_the_backend(monkeypatch):
 
 def test_limits_tell_a_wrong_kernel_from_rounding():
     """A right backend in 16 bits is far below the limit, one wrong tile far above it."""
-    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+    for dtype, most in ((torch.float32, 3e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)):
         assert max(errors_of(BACKENDS["matmul"], dtype=dtype).values()) <= most
 
     def one_tile_is_zero(forest, cache, device, size):
@@ -253,3 +262,95 @@ def test_limits_tell_a_wrong_kernel_from_rounding():
         return attend
 
     assert errors_of(one_tile_is_zero)["the output"] > np.sqrt(kernel_checks.LIMIT_16_BITS) / 2
+
+
+# ---- faults that Gaussian inputs and one run do not show
+
+
+def planted(fault):
+    """The backend "matmul" with a fault: a function of the tensors given, the output, and the number of the call."""
+    calls = iter(range(1_000_000))
+
+    def made(forest, cache, device, size):
+        attend = BACKENDS["matmul"](forest, cache, device, size)
+        assert isinstance(attend, RectangleAttention)
+        forward, number = attend.forward, next(calls)
+        attend.forward = lambda given, *rest: (fault(given, forward(given, *rest)[0], number), forward(given, *rest)[1])
+        return attend
+
+    return made
+
+
+def wrong_on_large_keys(given, out, number):
+    """As if scores were summed in 16 bits: their error grows with the norm of keys."""
+    large = given.key.double().square().mean().sqrt()
+    return out * (1 + 1e-3 * (large - 1).clamp(min=0)).to(out.dtype)
+
+
+def wrong_on_peaked_rows(given, out, number):
+    scores = given.query[:, 0].double() @ given.key[:, 0].double().T * given.query.shape[2] ** -0.5
+    return out * torch.where(scores.amax() > 30, 1.1, 1.0).to(out.dtype)
+
+
+def wrong_on_equal_keys(given, out, number):
+    return out * (1.1 if len(given.key) > 1 and (given.key == given.key[0]).all() else 1.0)
+
+
+def wrong_on_one_token(given, out, number):
+    return out * (1.1 if len(out) == 1 else 1.0)
+
+
+def wrong_on_branches_of_one_token(given, out, number):
+    """A call of one-token queries alone, as of the branch that ends a light depth."""
+    alone = self_check._alone(self_check._layout(0, self_check._forks), 0)
+    if len(out) == self_check._layout(0, self_check._forks).num_tokens:
+        out = out.index_fill(0, torch.from_numpy(alone), 0.0)
+    return out
+
+
+def wrong_in_the_second_run(given, out, number):
+    return out * (1.1 if number % 2 else 1.0)
+
+
+FAULTS = {
+    wrong_on_large_keys: "keys of large norm",
+    wrong_on_peaked_rows: "nearly one-hot rows",
+    wrong_on_equal_keys: "equal keys",
+    wrong_on_one_token: "a single token",
+    wrong_on_branches_of_one_token: "branches of one token",
+    wrong_in_the_second_run: "in its second run",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", list(FAULTS), ids=lambda fault: fault.__name__)
+def test_a_fault_that_gaussian_inputs_in_one_run_do_not_show_is_seen(fault, dtype):
+    q, k = torch.zeros(1, 4, 16, dtype=dtype), torch.zeros(1, 2, 16, dtype=dtype)
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        failure = self_check.failure_of_backend(
+            "matmul", planted(fault), q, k, k, PLAIN_ATTENTION, sinks=False, below_path=False
+        )
+    assert failure is not None and FAULTS[fault] in failure
+    if "run" not in FAULTS[fault]:
+        assert "in the output by" not in failure or "token" in FAULTS[fault], "Gaussian inputs alone do not show it"
+
+
+def test_a_forest_that_a_backend_leaves_to_others_is_not_held_against_it():
+    """Varlen calls do not take a single token."""
+    found = errors_of(varlen)
+    assert not [name for name in found if "single token" in name] and len(found) == 6 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["rectangles", "matmul"])
+def test_a_right_backend_has_at_most_half_of_the_error_that_is_allowed(name, dtype):
+    """In 16 bits, where gradients of large and of equal keys cancel: by itself up to 0.35 relative."""
+    assert max(errors_of(BACKENDS[name], dtype=dtype).values()) <= kernel_checks.LIMIT_16_BITS / 2
+
+
+def test_the_plain_formulas_are_the_reference_where_nothing_is_rounded():
+    case, spec = next(iter(self_check._cases(0, (4, 2), (16, 8)))), AttentionSpec(softcap=5.0)
+    sinks = [torch.randn(4, dtype=torch.float64)]
+    truth, plain = self_check._expected(case, 0, (torch.float64, False), CPU, spec, sinks)
+    assert len(truth) == len(plain) == 5
+    assert max(relative_error(a, b) for a, b in zip(plain, truth)) <= 1e-12

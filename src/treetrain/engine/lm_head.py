@@ -555,21 +555,32 @@ def self_checked(chosen: type[PlainChunk], dtype: torch.dtype, device: torch.dev
     """
     if chosen is not TritonChunk or device.type not in CHECKED:
         return chosen
-    from treetrain.kernel_checks import failure_of
+    from treetrain.kernel_checks import Run, failure_of
 
-    errors = partial(_errors_of_kernels, dtype, device)
-    failure = failure_of("the LM head's Triton kernel", (str(device),), dtype, errors)
+    def runs() -> Iterator[Run]:
+        for name, logits in _logits_of_check().items():
+            yield partial(_errors_of_kernels, name, logits.to(device, dtype))
+
+    failure = failure_of("the LM head's Triton kernel", (str(device),), dtype, runs)
     if failure is not None and os.environ.get(ENVIRONMENT) == "triton":
         raise RuntimeError(f"{ENVIRONMENT}=triton: the kernel {failure}; unset it, or name torch")
     return TritonChunk if failure is None else PlainChunk
 
 
-def _errors_of_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def _logits_of_check() -> dict[str, Float[Tensor, "5 V"]]:
+    """Gaussian logits, and those that real models have: far from 0, with one token above all others, all equal."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(5, 5000, generator=generator)
+    sure = logits.clone()
+    sure[1:4:2, 36] = 80.0  # not in all rows: beside an entropy of 1e-30 any rounding is large
+    return {"": logits, "large logits": logits + 300, "sure rows": sure, "equal logits": torch.zeros_like(logits)}
+
+
+def _errors_of_kernels(case: str, logits: Float[Tensor, "5 V"]) -> dict[str, float]:
     """Relative errors of `TritonChunk` on a few rows, against `PlainChunk` in float64."""
     from treetrain.kernel_checks import relative_error
 
-    generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(5, 5000, generator=generator)).to(device, dtype)
+    generator, device = torch.Generator().manual_seed(1), logits.device
     by_edge, by_entropy = (torch.randn(n, generator=generator).to(device) for n in (7, 5))
     edges = EdgesOfChunk(*torch.tensor([[0, 1, 1, 1, 3, 4, 4], [5, 0, 36, 4999, 36, 2, 2]], device=device))
     results = []
@@ -582,7 +593,8 @@ def _errors_of_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, fl
         gradients = ChunkGradients(*(x.to(lse.dtype) for x in (by_edge, by_row, entropies, by_entropy)))
         results.append((lse, at, entropies, chunk.gradient(lse, edges, gradients)))
     names = ("log-sum-exps", "scores", "entropies", "the gradient of logits")
-    return {name: relative_error(*pair) for name, pair in zip(names, zip(*results))}
+    end = f" ({case})" if case else ""
+    return {f"{name}{end}": relative_error(*pair) for name, pair in zip(names, zip(*results))}
 
 
 # ---- a plain linear head, chunk by chunk
@@ -693,10 +705,43 @@ def _add_product(total: Float[Tensor, "V D"], left: Float[Tensor, "V r"], right:
     """total += left @ right, without rounding a 16-bit product before it is added to a float32 total on a GPU."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif total.device.type == "cuda":
+    elif total.device.type == "cuda" and _adds_unrounded(left.dtype, total.dtype, total.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # PyTorch has this operation on a GPU only
+    else:  # the product of a chunk is rounded; a CPU has nothing else
         total.add_(left @ right)
+
+
+def _adds_unrounded(dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> bool:
+    """Whether PyTorch adds a product of 16-bit factors to a wider total, in place, without rounding it."""
+    if device.type not in CHECKED:
+        return True
+    from treetrain.kernel_checks import failure_of
+
+    def errors() -> dict[str, float]:
+        return _errors_of_addmm(dtype, wide, device)
+
+    # In the limit of the total's dtype, which a rounded product misses.
+    failure = failure_of(
+        "addmm with out_dtype, of the LM head,", (str(device), f"factors {dtype}"), wide, lambda: [errors]
+    )
+    return failure is None
+
+
+def _errors_of_addmm(dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> dict[str, float]:
+    """The relative errors of a total after two additions, laid out as `_LinearHead` has them."""
+    from treetrain.kernel_checks import relative_error
+
+    generator, found = torch.Generator().manual_seed(0), {}
+    for name, factor in (("", 1.0), (" of large gradients", 1000.0)):
+        total = torch.zeros(1003, 64, dtype=wide, device=device)
+        expected = total.double()
+        for count in (37, 200):
+            left = (factor * torch.randn(count, 1003, generator=generator)).to(device, dtype)
+            right = torch.randn(count, 64, generator=generator).to(device, dtype)
+            torch.addmm(total, left.t(), right, out_dtype=wide, out=total)
+            expected += left.double().t() @ right.double()
+        found[f"the sum{name}"] = relative_error(total, expected)
+    return found
 
 
 class _LinearScores(torch.autograd.Function):

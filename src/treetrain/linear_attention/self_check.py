@@ -52,7 +52,7 @@ def failure_of_kernel(
         return _errors(REFERENCES[kernel.rule], scan, heads, sizes, dtypes, device)
 
     case = str(device), f"heads {heads}", f"sizes {sizes}", *(f"by head {x.dtype}" for x in by_head)
-    return failure_of(f"flash-linear-attention's {kernel.rule}", case, key.dtype, errors)
+    return failure_of(f"flash-linear-attention's {kernel.rule}", case, key.dtype, lambda: [errors])
 
 
 def _errors(

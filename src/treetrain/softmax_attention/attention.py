@@ -1,9 +1,9 @@
 """`tt.attention`: softmax attention of packed tokens along the paths of their tree, and the choice of its backend.
 
 On a CPU the backend is "rectangles". On a GPU it is the first of these that serves the forest and the layer, and that
-gives the right result on a small forest: varlen flash attention (chains and large rectangles), the Triton kernels,
-stock flash calls for rectangles, matrix products. The environment variable ``TREETRAIN_ATTENTION`` names another. All
-backends compute the same result; they differ in speed.
+gives the right result on small forests: varlen flash attention (chains and large rectangles), FlexAttention (16 bits,
+full attention, no path above), the Triton kernels, stock flash calls for rectangles, matrix products. The environment
+variable ``TREETRAIN_ATTENTION`` names another. All backends compute the same result; they differ in speed.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
@@ -18,20 +18,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.device_arrays import CHECKED
-from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
+from treetrain.device_arrays import CHECKED, why_no_triton
+from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView, TreeAttention
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.tree.layout import FULL, AttentionRange
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
-ORDER = {"cpu": ("rectangles",), "cuda": ("varlen", "triton", "rectangles", "matmul")}
-"""The backends of a device, by its type; the first that serves a layer runs."""
+ORDER = {"cpu": ("rectangles",), "cuda": ("varlen", "flex", "triton", "rectangles", "matmul")}
+"""The backends of a device, by its type; the first that serves a layer runs. Those stand first that others have run
+more: our own Triton kernels have not run on a GPU yet."""
+PARTIAL = ("varlen", "flex", "cudnn")
+"""Backends that serve some forests and layers only; where one is named, others serve the rest."""
 
 
 def _rectangles(
     forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int
-) -> CachedAttention:
+) -> TreeAttention:
     return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
 
 
@@ -45,25 +48,45 @@ def _varlen(forest: Forest, cache: KVCacheView | None, device: torch.device, _si
     return VarlenAttention(pieces, device, cache=cache) if suits(pieces) else None
 
 
-def _triton(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> CachedAttention:
+def _flex(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> TreeAttention | None:
+    # The Triton kernels serve parts below a path: see flex.py.
+    if cache is not None and cache.path_tokens > 0:
+        return None
+    from treetrain.softmax_attention.flex import FlexTreeAttention
+
+    return FlexTreeAttention(forest, device, cache=cache)
+
+
+def _cudnn(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> TreeAttention | None:
+    if cache is not None and cache.path_tokens > 0:
+        return None
+    from treetrain.softmax_attention.cudnn_flex import CudnnTreeAttention
+
+    return CudnnTreeAttention(forest, device, cache=cache)
+
+
+def _triton(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> TreeAttention:
     # Imports Triton, which not every machine has.
     from treetrain.softmax_attention.triton_attention import TritonTreeAttention
 
     return TritonTreeAttention(forest, device, cache=cache)
 
 
-def _matmul(forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int) -> CachedAttention:
+def _matmul(forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int) -> TreeAttention:
     return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size, plain=True)
 
 
-BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], CachedAttention | None]] = {
+BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], TreeAttention | None]] = {
     "rectangles": _rectangles,
     "varlen": _varlen,
+    "flex": _flex,
     "triton": _triton,
     "matmul": _matmul,
+    "cudnn": _cudnn,
 }
 """Constructors of backends by name, called with the forest, the cache, the device, and the query heads times their
-size. "varlen" returns None for forests on which it is slow; those after it serve these."""
+size. "varlen" returns None for forests on which it is slow, those of `PARTIAL` below a path; others serve these.
+"cudnn" runs only where it is named."""
 
 
 def choose_backends(device: torch.device, name: str | None = None) -> tuple[str, ...]:
@@ -71,7 +94,7 @@ def choose_backends(device: torch.device, name: str | None = None) -> tuple[str,
 
     Args:
         name: the backend to use; None: the one that the environment variable names, else all of the device in order.
-            "varlen" does not serve every forest, so those after it follow.
+            Those of `PARTIAL` do not serve every layer, so those after them follow.
 
     Raises:
         NotImplementedError: a device that no backend supports.
@@ -92,8 +115,30 @@ def choose_backends(device: torch.device, name: str | None = None) -> tuple[str,
             f"tree attention {name!r} cannot run on {device.type!r}: {hindrance}; those that can: "
             f"{', '.join(runnable(device)) or 'none'}"
         )
-    rest = order[order.index(name) + 1 :] if name == "varlen" and name in order else ()
+    rest = () if name not in PARTIAL else order[order.index(name) + 1 :] if name in order else order
     return name, *(other for other in rest if why_not(other, device) is None)
+
+
+def warm_up(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Check, and so compile, what a process compiles at the first irregular forest: FlexAttention.
+
+    Ranks do so before they wait for one another: half a minute of compiling on the one rank whose forest needs it would
+    keep all others waiting in the middle of a step.
+
+    Args:
+        heads: of queries, and of keys and values.
+        sizes: of the heads of queries and keys, and of values.
+    """
+    if device.type not in CHECKED or "flex" not in choose_backends(device):
+        return
+    from treetrain.softmax_attention.self_check import failure_of_backend
+
+    query, key, value = (
+        torch.empty(1, *shape, dtype=dtype, device=device)
+        for shape in ((heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1]))
+    )
+    if dtype.itemsize == 2 and max(sizes) <= 256:
+        failure_of_backend("flex", BACKENDS["flex"], query, key, value, PLAIN_ATTENTION, sinks=False, below_path=False)
 
 
 def runnable(device: torch.device) -> list[str]:
@@ -105,12 +150,11 @@ def why_not(name: str, device: torch.device) -> str | None:
     """Why a backend cannot run on a device; None if it can."""
     if name in ("rectangles", "matmul"):
         return None if device.type in ORDER else "it needs a CPU or a CUDA device"
-    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if device.type != "cuda" and not interpreted:
-        return "it needs a CUDA device" + (" (or TRITON_INTERPRET=1)" if name == "triton" else "")
-    if name != "varlen" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return None
+    if name != "triton" and device.type != "cuda":
+        return "it needs a CUDA device"
+    if name == "cudnn" and importlib.util.find_spec("cudnn") is None:
+        return "nvidia-cudnn-frontend (1.32 or newer) is not installed"
+    return None if name in ("varlen", "cudnn") else why_no_triton(device)
 
 
 class AttentionTree:
@@ -132,7 +176,7 @@ class AttentionTree:
         self._forest, self._cache = forest, cache
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._order: dict[tuple[str | None, torch.device], tuple[str, ...]] = {}
-        self._made: dict[tuple[str, torch.device], CachedAttention | Exception | None] = {}
+        self._made: dict[tuple[str, torch.device], TreeAttention | Exception | None] = {}
 
     def __call__(
         self,
@@ -178,7 +222,7 @@ class AttentionTree:
         spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Tensor | None = None,
         name: str | None = None,
-    ) -> CachedAttention:
+    ) -> TreeAttention:
         """The backend of a layer: the first in order that serves it and, on a GPU, has passed its self-check.
 
         Raises:
@@ -191,6 +235,8 @@ class AttentionTree:
         for candidate in self._order[place]:
             made, failure = self._make(candidate, query), None
             if made is None or not (isinstance(made, Exception) or made.takes(query, value, spec)):
+                continue
+            if sinks is not None and not (isinstance(made, Exception) or made.serves_sinks):
                 continue
             if query.device.type in CHECKED:
                 failure = self._failure(candidate, made, query, key, value, spec, sinks)
@@ -209,7 +255,7 @@ class AttentionTree:
             "`python benchmarks/quarter_hour.py --only right --out rows`"
         )
 
-    def _make(self, name: str, query: Tensor) -> CachedAttention | Exception | None:
+    def _make(self, name: str, query: Tensor) -> TreeAttention | Exception | None:
         """Construct a backend, once for all layers. On a GPU an error is returned, so that the next one is tried."""
         place = name, query.device
         if place not in self._made:
@@ -225,7 +271,7 @@ class AttentionTree:
     def _failure(
         self,
         name: str,
-        made: CachedAttention | Exception,
+        made: TreeAttention | Exception,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -303,8 +349,9 @@ def attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
-        backend: "rectangles" or "matmul"; on a GPU "varlen" or "triton" too. None: the one that the environment
-            variable TREETRAIN_ATTENTION names, else the first that serves the layer and gives the right result.
+        backend: "rectangles" or "matmul"; on a GPU "varlen", "flex", "triton" or "cudnn" too. None: the one that the
+            environment variable TREETRAIN_ATTENTION names, else the first that serves the layer and gives the right
+            result.
 
     Returns:
         The output in the dtype of the query.

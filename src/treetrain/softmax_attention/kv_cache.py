@@ -20,7 +20,7 @@ key/value heads, D size of query and key heads, V size of value heads.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -298,6 +298,28 @@ def sink_gradient(
     return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)
 
 
+class TreeAttention(Protocol):
+    """A backend: the attention of one forest, for every layer of a run that it takes."""
+
+    name: str
+    serves_sinks: ClassVar[bool]
+
+    def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+        """Whether the backend has kernels for a layer's dtype, head sizes and spec."""
+        ...
+
+    def __call__(
+        self,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
+        scale: float,
+        layer: Hashable = 0,
+        spec: AttentionSpec = PLAIN_ATTENTION,
+        sinks: Float[Tensor, " H"] | None = None,
+    ) -> Float[Tensor, "N H V"]: ...
+
+
 # ---- attention over the cache, as one autograd Function
 
 
@@ -305,6 +327,7 @@ class CachedAttention(ABC):
     """A backend that computes its own gradients; one autograd Function moves what the cache holds."""
 
     name: str
+    serves_sinks: ClassVar[bool] = True
     cache: KVCacheView | None
     """Reads the path above and stores the forest's own keys; None for whole trees."""
 

@@ -9,6 +9,7 @@ with the output and log-sum-exp over *all* keys, which is exact.
 Calls are cut by length for the sake of the backward. Its grid is (longest sequence / 128) x sequences x heads, so a
 long sequence beside many short ones would launch mostly blocks that find nothing to do. It also allocates (queries +
 128 x sequences) x heads x 128 float32 numbers, so the sequences of a call are bounded by the forest's tokens / 128.
+A call of all chains returns the result that the rectangles are merged into, without a copy, so chains are cut less.
 
 `suits` says for which forests this is fast: a rectangle's keys are copied for each fork, so a chain with many forks
 would be copied many times, and small pieces leave the kernel idle. Parts below a path are left to other backends:
@@ -29,6 +30,8 @@ from torch.nn.functional import pad
 
 from treetrain.device_arrays import to_device
 from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.merge_tables import Sums
+from treetrain.softmax_attention.merging import merging
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, path_tops
 from treetrain.tree.layout import ranges
 
@@ -42,6 +45,9 @@ length that stands out."""
 IDLE_BLOCKS = 512
 """Blocks without work, per head, that a call may launch before another call costs less. An estimate: 15 ns per block,
 0.1 ms per call."""
+COPIED, PLACED = 13, 4
+"""Cost of a block of a chain whose call does not hold all chains, in idle blocks: its inputs and results are copied, or
+if its tokens are consecutive only the results. An estimate: 74 and 25 KB a token at 16 and 8 heads of 128, 3 TB/s."""
 MOST_SEQUENCES = 65_535
 """Most sequences of a call: flash attention puts them on a grid dimension with this limit."""
 
@@ -109,14 +115,31 @@ def varlen_calls(pieces: Pieces) -> list[Call]:
     """The calls that cover every visible pair exactly once: chains, which hold every query once, then rectangles."""
     tokens = int(pieces.chains[-1])
     chains = np.stack([pieces.chains[:-1], pieces.chains[1:]], axis=1)
-    calls = [_call(chains[group], chains[group], causal=True) for group in _alike(chains, chains, tokens)]
+    calls = [_call(chains[group], chains[group], causal=True) for group in _chain_groups(chains, tokens)]
     for number in np.unique(pieces.level):
         queries, keys = (bounds[pieces.level == number] for bounds in (pieces.queries, pieces.keys))
         calls += [_call(queries[group], keys[group], causal=False) for group in _alike(queries, keys, tokens)]
     return calls
 
 
+def _chain_groups(chains: Int64[np.ndarray, "C 2"], tokens: int) -> list[Int64[np.ndarray, " _"]]:
+    """Group chains: of similar length, or as they come, which copies less; whichever costs less."""
+    blocks, most = -(-np.diff(chains)[:, 0] // BLOCK), _most_sequences(tokens)
+    consecutive = [np.arange(start, min(start + most, len(chains))) for start in range(0, len(chains), most)]
+
+    def cost(groups: list[Int64[np.ndarray, " _"]]) -> int:
+        idle = sum(2 * int((blocks[group].max() - blocks[group]).sum()) for group in groups)
+        if len(groups) == 1:
+            return idle
+        copied = [(PLACED if (np.diff(group) == 1).all() else COPIED) * int(blocks[group].sum()) for group in groups]
+        return idle + sum(copied) + (len(groups) - 1) * IDLE_BLOCKS
+
+    return min(consecutive, _alike(chains, chains, tokens), key=cost)
+
+
 def _call(queries: Int64[np.ndarray, "C 2"], keys: Int64[np.ndarray, "C 2"], *, causal: bool) -> Call:
+    order = np.argsort(queries[:, 0])  # ascending queries: their rows of the result are then in order
+    queries, keys = queries[order], keys[order]
     counts = np.diff(queries)[:, 0], np.diff(keys)[:, 0]
     query_offsets, key_offsets = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
     taken = ranges(queries[:, 0], counts[0]), ranges(keys[:, 0], counts[1])
@@ -128,8 +151,7 @@ def _alike(
 ) -> list[Int64[np.ndarray, " _"]]:
     """Group sequences of similar length; each group holds ascending indices of sequences."""
     blocks = -(-np.diff(queries)[:, 0] // BLOCK) - (-np.diff(keys)[:, 0] // BLOCK)
-    order, most = np.argsort(-blocks, kind="stable"), min(max(tokens // BLOCK, 1), MOST_SEQUENCES)
-    groups, rest = [], order
+    groups, rest, most = [], np.argsort(-blocks, kind="stable"), _most_sequences(tokens)
     while len(rest):
         idle = np.cumsum(blocks[rest[0]] - blocks[rest])
         size = min(int(np.searchsorted(idle, IDLE_BLOCKS, side="right")), most)
@@ -138,12 +160,16 @@ def _alike(
     return groups
 
 
+def _most_sequences(tokens: int) -> int:
+    return min(max(tokens // BLOCK, 1), MOST_SEQUENCES)
+
+
 class DeviceCall(NamedTuple):
     """A call on the device."""
 
-    queries: Int64[Tensor, " q"] | None
-    """None for all tokens in order, as queries and as keys."""
-    keys: Int64[Tensor, " k"] | None
+    queries: slice | Int64[Tensor, " q"]
+    """A slice where they are consecutive, which are not copied."""
+    keys: slice | Int64[Tensor, " k"]
     query_offsets: Int32[Tensor, " C+1"]
     key_offsets: Int32[Tensor, " C+1"]
     longest: tuple[int, int]
@@ -220,8 +246,12 @@ class VarlenAttention(CachedAttention):
         self.cache = cache
         self.kernel, self._dtypes = kernel or StockVarlen(), dtypes
         calls = varlen_calls(pieces)
-        in_order = len(calls) > 0 and len(calls[0].query_offsets) == len(pieces.chains)  # one call holds all chains
-        self.calls = [_on_device(call, in_order and number == 0, device) for number, call in enumerate(calls)]
+        self.calls = [_on_device(call, device) for call in calls]
+        # Chains hold every token once and come first: what follows is merged into their result.
+        merged, count = [call for call in calls if not call.causal], int(pieces.chains[-1])
+        self._chains = len(calls) - len(merged)
+        self._queries = Sums.of([call.queries for call in merged], count, device)
+        self._keys = Sums.of([call.keys for call in merged], count, device)
 
     @property
     def name(self) -> str:
@@ -239,53 +269,96 @@ class VarlenAttention(CachedAttention):
     def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         query, key, value, sinks, _ = given
         assert self.takes(query, value, spec)
-        heads, calls = _Filled(query, key, value), self.calls
-        if len(calls) == 1 and calls[0].queries is None:  # rows that share nothing: plain flash attention, no copy
-            out, lse = self.kernel.forward(*heads.inputs, calls[0], scale)
-        else:
-            wide = torch.promote_types(query.dtype, torch.float32)
-            out = torch.empty_like(heads.inputs[0], dtype=wide)
-            lse = query.new_empty((query.shape[1], len(query)), dtype=wide)
-            for call in calls:
-                piece, piece_lse = self.kernel.forward(*heads.taken(call), call, scale)
-                at = slice(None) if call.queries is None else call.queries
-                if not call.causal:
-                    piece, piece_lse = _merged(out[at], lse[:, at], piece, piece_lse)
-                out[at], lse[:, at] = piece.to(wide), piece_lse.to(wide)
+        heads = _Filled(query, key, value)
+        out, lse = self._of_chains(heads, scale)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out, lse = out * _per_row(lse - total), total
-        return out[..., : value.shape[2]].to(query.dtype).contiguous(), lse
+            out *= (lse - total).exp_().t().unsqueeze(-1)
+            lse = total
+        if self.calls[self._chains :]:
+            operations, sums = merging(out), self._queries.beside(out)
+            for call, to in zip(self.calls[self._chains :], self._queries.targets):
+                piece, piece_lse = self.kernel.forward(*heads.taken(call), call, scale)
+                operations.merge_(out, lse, sums, piece, piece_lse, to)
+        return out[..., : value.shape[2]].contiguous(), lse
+
+    def _of_chains(self, heads: "_Filled", scale: float) -> tuple[Tensor, Tensor]:
+        query = heads.inputs[0]
+        if self._chains == 1:  # all tokens in order: the result's own memory takes what follows
+            out, lse = self.kernel.forward(*heads.inputs, self.calls[0], scale)
+            return out, lse.contiguous()
+        out = torch.empty_like(query)
+        lse = query.new_empty((query.shape[1], len(query)), dtype=torch.promote_types(query.dtype, torch.float32))
+        for call in self.calls[: self._chains]:
+            piece, piece_lse = self.kernel.forward(*heads.taken(call), call, scale)
+            if isinstance(call.queries, slice):
+                out[call.queries], lse[:, call.queries] = piece, piece_lse
+            else:
+                out.index_copy_(0, call.queries, piece)
+                lse.index_copy_(1, call.queries, piece_lse)
+        return out, lse
 
     def backward(
         self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
     ) -> Inputs:
         query, key, value, sinks, _ = given
-        heads, lse, rest = _Filled(query, key, value), lse.contiguous(), self.calls
-        do, o = heads.filled(grad_out), heads.filled(out)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        if rest and rest[0].queries is None:
-            grads = self.kernel.backward(do, *heads.inputs, o, lse, rest[0], scale)
-            rest = rest[1:]
-            if rest or self.cache is not None:  # more gradients will be added
-                grads = tuple(x.to(wide) for x in grads)
-        else:
-            grads = tuple(torch.zeros_like(x, dtype=wide) for x in heads.inputs)
-        for call in rest:
-            at = call.queries
-            assert at is not None and call.keys is not None
-            piece = self.kernel.backward(do[at], *heads.taken(call), o[at], lse[:, at].contiguous(), call, scale)
-            for total, part, index in zip(grads, piece, (at, call.keys, call.keys)):
-                total.index_add_(0, index, part.to(total.dtype))
+        heads = _Filled(query, key, value)
+        sides = heads.filled(grad_out), heads.filled(out), lse.contiguous()
+        grads = self._gradients_of_chains(heads, sides, scale)
+        if self.calls[self._chains :]:
+            tables = self._queries, self._keys, self._keys
+            running = [(merging(total), total, sums.beside(total)) for total, sums in zip(grads, tables)]
+            for number, call in enumerate(self.calls[self._chains :]):
+                pieces = self._gradients(heads, sides, call, scale)
+                for (operations, total, beside), sums, piece in zip(running, tables, pieces):
+                    operations.add_(total, beside, piece, sums.targets[number])
         dq, dk, dv = (x[..., : like.shape[2]].contiguous() for x, like in zip(grads, (query, key, value)))
         return Inputs(dq, dk, dv, None if sinks is None else sink_gradient(sinks, grad_out, out, lse.t()), None)
 
+    def _gradients_of_chains(self, heads: "_Filled", sides: tuple[Tensor, ...], scale: float) -> list[Tensor]:
+        """Those of queries, keys and values; of keys and values in float32 if the cache adds to them."""
+        wide = torch.promote_types(heads.inputs[0].dtype, torch.float32)
+        kinds = [x.dtype if number == 0 or self.cache is None else wide for number, x in enumerate(heads.inputs)]
+        if self._chains == 1:
+            found = self._gradients(heads, sides, self.calls[0], scale)
+            return [x.to(kind) for x, kind in zip(found, kinds)]
+        grads = [torch.empty_like(x, dtype=kind) for x, kind in zip(heads.inputs, kinds)]
+        for call in self.calls[: self._chains]:
+            for total, piece in zip(grads, self._gradients(heads, sides, call, scale)):
+                if isinstance(call.queries, slice):
+                    total[call.queries] = piece
+                else:
+                    total.index_copy_(0, call.queries, piece.to(total.dtype))
+        return grads
 
-def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
+    def _gradients(
+        self, heads: "_Filled", sides: tuple[Tensor, ...], call: DeviceCall, scale: float
+    ) -> tuple[Tensor, ...]:
+        """The gradients of a call's queries, keys and values, from the output and log-sum-exp over all keys."""
+        grad_out, out, lse = sides
+        return self.kernel.backward(
+            _taken(grad_out, call.queries), *heads.taken(call), _taken(out, call.queries),
+            _taken(lse, call.queries, 1).contiguous(), call, scale,
+        )  # fmt: skip
+
+
+def _on_device(call: Call, device: torch.device) -> DeviceCall:
     query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
     longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
-    queries, keys = (None, None) if in_order else to_device([call.queries, call.keys], device)
-    return DeviceCall(queries, keys, query_offsets, key_offsets, longest, call.causal)
+    rows = [_rows(call.queries, device), _rows(call.keys, device)]
+    return DeviceCall(*rows, query_offsets, key_offsets, longest, call.causal)
+
+
+def _rows(tokens: Int64[np.ndarray, " n"], device: torch.device) -> slice | Tensor:
+    if len(tokens) and (np.diff(tokens) == 1).all():
+        return slice(int(tokens[0]), int(tokens[-1]) + 1)
+    return to_device([tokens], device)[0]
+
+
+def _taken(x: Tensor, rows: slice | Tensor, dim: int = 0) -> Tensor:
+    if isinstance(rows, slice):
+        return x.narrow(dim, rows.start, rows.stop - rows.start)
+    return x.index_select(dim, rows)
 
 
 class _Filled:
@@ -299,23 +372,5 @@ class _Filled:
         return x.contiguous() if x.shape[2] == self._size else pad(x, (0, self._size - x.shape[2]))
 
     def taken(self, call: DeviceCall) -> tuple[Tensor, Tensor, Tensor]:
-        if call.queries is None or call.keys is None:
-            return self.inputs
         query, key, value = self.inputs
-        keys = key.index_select(0, call.keys), value.index_select(0, call.keys)
-        return query.index_select(0, call.queries), *keys
-
-
-def _per_row(log_weights: Float[Tensor, "H n"]) -> Float[Tensor, "n H 1"]:
-    return log_weights.exp().t().unsqueeze(-1)
-
-
-def _merged(
-    out: Float[Tensor, "n H V"],
-    lse: Float[Tensor, "H n"],
-    piece: Float[Tensor, "n H V"],
-    piece_lse: Float[Tensor, "H n"],
-) -> tuple[Float[Tensor, "n H V"], Float[Tensor, "H n"]]:
-    """Merge attention over two sets of keys."""
-    total = torch.logaddexp(lse, piece_lse)
-    return out * _per_row(lse - total) + piece * _per_row(piece_lse - total), total
+        return _taken(query, call.queries), _taken(key, call.keys), _taken(value, call.keys)

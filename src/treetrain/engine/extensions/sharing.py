@@ -10,6 +10,7 @@ from torch import nn
 
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.costs import compute_dtype
 from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.extension import Extension
 from treetrain.engine.extensions.context_parallel import ContextParallel, check_context
@@ -31,6 +32,7 @@ from treetrain.engine.loss import Loss, RowLoss
 from treetrain.engine.ranks import Ranks, Sharing
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
+from treetrain.softmax_attention.attention import warm_up
 from treetrain.tree.layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -49,6 +51,18 @@ def shared(
     if value_head is not None:
         value_head, group = unwrapped(value_head, group)
     return model, value_head, GroupSharing(model, value_head, group, context, zero)
+
+
+def _warm_up_attention(model: nn.Module) -> None:
+    """Compile the attention of a model whose configuration says its heads, before its ranks wait for one another."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None else None
+    heads, hidden = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
+    device = next((p.device for p in model.parameters()), torch.device("meta"))
+    if heads and hidden and getattr(text, "kv_lora_rank", None) is None:
+        size = getattr(text, "head_dim", None) or hidden // heads
+        groups = getattr(text, "num_key_value_heads", None) or heads
+        warm_up(device, compute_dtype(model, device), (heads, groups), (size, size))
 
 
 class GroupSharing(Sharing):
@@ -84,6 +98,8 @@ class GroupSharing(Sharing):
 
     def check_model(self, capabilities: Capabilities) -> None:
         check_context(self.context, self._model, capabilities)
+        if not self.ranks.alone and self.same_rows.alone:  # ranks with the same rows compile at the same time
+            _warm_up_attention(self._model)
 
     def extensions(self, capabilities: Capabilities) -> tuple[list[Extension], list[Extension]]:
         outer: list[Extension] = []
