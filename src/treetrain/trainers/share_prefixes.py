@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutput
 
 from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.engine.engine import TreeEngine
@@ -30,7 +30,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
-from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of
+from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of, with_labels
 from treetrain.trainers.step_scores import StepScores, TreeScores
 
 if TYPE_CHECKING:
@@ -405,15 +405,16 @@ class PrefixSharing:
         )
         training = gradients and any(p.requires_grad for p in model.parameters())
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
-        ranks = engine.sharing.passes_with
+        ranks, asked = engine.sharing.passes_with, kwargs
         with ranks.together("the model's call"):
             asks = _agreed(ranks, asks, odd=bool(unknown))
             if asks == SCORES:
                 if unknown:
                     raise refused_arguments(unknown)
+                kwargs = with_labels(kwargs)
                 rows = self._rows_of(kwargs)
         if asks == LATER:
-            return TreeOutput(forward, kwargs)
+            return TreeOutput(forward, {name: value for name, value in kwargs.items() if name != "shift_labels"})
         if asks == OUTPUT:
             if self.in_loss and gradients and not args:
                 self.gains.add_call(kwargs)
@@ -423,7 +424,12 @@ class PrefixSharing:
                 self._check_first_step(forward, head, rows, kwargs, self.output_kind)
             with self._balanced(model, kwargs) as balanced:
                 scores, own = self._scored(engine, model, head, rows, training, balanced=balanced)
-            return self._output(forward, engine, scores, own, rows, kwargs)
+            output = self._output(forward, engine, scores, own, rows, kwargs)
+        if self.output_kind == "fused" and kwargs is not asked:  # with a column for what follows the last token
+            for name in (*FUSED_OUTPUTS, "label_mask"):
+                if (value := getattr(output, name)) is not None:
+                    setattr(output, name, nn.functional.pad(value, (0, 1)))
+        return output
 
     def token_logprobs(
         self, forward: "TreeForward", inputs: ModelInputs, temperature: float, *, entropy: bool
@@ -708,8 +714,8 @@ class TreeOutput:
         return self._forward.token_logprobs(self._inputs | {"labels": labels}, temperature, entropy=entropy)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith("_") or not _is_in_outputs(name):  # such as "dtype", which accelerate asks for
+            raise AttributeError(f"the output of a model has no {name}")
         raise RuntimeError(self._forward.refusal(f".{name}"))  # an AttributeError would be no error for hasattr
 
     def __getitem__(self, key: object) -> Tensor | tuple[Tensor, ...]:
@@ -721,6 +727,14 @@ class TreeOutput:
 
     def __contains__(self, key: object) -> bool:
         return key == "loss" and self.loss is not None
+
+
+def _is_in_outputs(name: str) -> bool:
+    """Whether an output of any loaded model has an attribute of this name."""
+    kinds = [ModelOutput]
+    for kind in kinds:  # and their subclasses, which the list gets meanwhile
+        kinds += kind.__subclasses__()
+    return hasattr(ModelOutput, name) or any(name in getattr(kind, "__dataclass_fields__", ()) for kind in kinds)
 
 
 def _agreed(ranks: Ranks, asks: str, *, odd: bool = False) -> str:

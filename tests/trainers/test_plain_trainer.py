@@ -1,0 +1,97 @@
+"""Seams of a plain `transformers.Trainer`: autocast around its model, labels that are shifted, gradients by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+import trainer_runs as runs
+from torch import nn
+from trainer_runs import BUILDERS, difference, train
+
+import treetrain as tt
+
+
+def plain_trainer(folder: Any, **settings: Any) -> Any:
+    settings = {"output_dir": str(folder), "report_to": [], "use_cpu": True, "bf16": False, **settings}
+    return BUILDERS["plain"](settings, torch.float32, folder)
+
+
+def test_a_plain_trainer_trains_in_bfloat16(tmp_path):
+    exact, plain, shared = (
+        train(BUILDERS["plain"], tmp_path, steps=2, bf16=bf16, shared=share)
+        for bf16, share in ((False, False), (True, False), (True, True))
+    )
+    assert 1e-4 < difference(shared, exact).updates <= 1.5 * difference(plain, exact).updates
+
+
+def test_an_output_has_no_attributes_that_no_output_has(tmp_path):
+    trainer = tt.share_prefixes(plain_trainer(tmp_path))
+    batch = dict(trainer.data_collator([trainer.train_dataset[k] for k in range(2)]))
+    seen = []
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: seen.append(outputs)
+    trainer.compute_loss(trainer.model, batch)
+    assert not hasattr(seen[0], "dtype") and not hasattr(seen[0], "shape")
+    for name in ("logits", "hidden_states", "past_key_values", "to_tuple"):
+        with pytest.raises(RuntimeError, match=rf"reads \.{name}"):
+            getattr(seen[0], name)
+
+
+# ---- labels that are shifted
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+class GivesShiftedLabels:
+    """A collator whose ``shift_labels`` say what is trained; ``labels`` say another thing, and models do not read it."""
+
+    def __init__(self, collator: Any):
+        self.collator = collator
+
+    def __call__(self, rows: Any) -> dict[str, torch.Tensor]:
+        batch = dict(self.collator(rows))
+        labels = batch["labels"].clone()
+        labels[:, ::3] = -100
+        return {**batch, "shift_labels": shifted(labels)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_shift_labels_say_what_is_trained_as_they_do_for_the_plain_model(accumulation, tmp_path, monkeypatch):
+    build = BUILDERS["plain"]
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        trainer = build(*args, **kwargs)
+        trainer.data_collator = GivesShiftedLabels(trainer.data_collator)
+        trainer._signature_columns = None
+        return trainer
+
+    settings = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    shared, plain = (train(built, tmp_path, shared=share, steps=2, **settings) for share in (True, False))
+    found = difference(shared, plain)
+    assert max(found.metrics, found.weights) <= 1e-5 and found.updates <= 1e-4, found
+
+
+def test_shift_labels_that_are_other_tokens_are_refused(tmp_path):
+    trainer = tt.share_prefixes(plain_trainer(tmp_path))
+    batch = dict(trainer.data_collator([trainer.train_dataset[k] for k in range(2)]))
+    with pytest.raises(tt.DataError, match="row 0 of the batch has label"):
+        trainer.compute_loss(trainer.model, batch | {"shift_labels": shifted(shifted(batch["labels"]))})
+    beyond = shifted(batch["labels"])
+    beyond[0, -1] = 7
+    with pytest.raises(tt.DataError, match="last column of shift_labels"):
+        trainer.compute_loss(trainer.model, batch | {"shift_labels": beyond})
+
+
+def test_the_head_of_trl_gives_shift_labels_a_column_for_the_last_token(tmp_path):
+    settings = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}
+    trainer = BUILDERS["sft"](settings, torch.float32, tmp_path)
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    labels = torch.tensor([[-100, 7, 8, -100], [6, -100, -100, -100]])
+    call = {"input_ids": ids, "attention_mask": (ids != 0).long(), "shift_labels": labels, "fused_lm_head": True}
+    expected = trainer.model(**call)
+    found = tt.share_prefixes(trainer).model(**call)
+    assert found.log_probs.shape == (2, 4)
+    for name in ("loss", "log_probs", "entropy"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    assert torch.equal(found.label_mask, expected.label_mask)
