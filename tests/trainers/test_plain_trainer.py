@@ -95,3 +95,24 @@ def test_the_head_of_trl_gives_shift_labels_a_column_for_the_last_token(tmp_path
     for name in ("loss", "log_probs", "entropy"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name))
     assert torch.equal(found.label_mask, expected.label_mask)
+
+
+# ---- gradients by hand
+
+
+@pytest.mark.parametrize("kind", ["plain", "sft"])
+def test_gradients_that_are_asked_for_by_hand_are_refused_in_words(kind, tmp_path):
+    settings = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}
+    trainer = tt.share_prefixes(BUILDERS[kind](settings, torch.float32, tmp_path))
+    rows = [{k: trainer.train_dataset[n][k] for k in ("input_ids", "labels")} for n in range(4)]
+    parameters = list(trainer.model.parameters())
+    for ask in (
+        lambda loss: torch.autograd.grad(loss, parameters, allow_unused=True),
+        lambda loss: torch.autograd.grad(loss, parameters[-1:], allow_unused=True),
+        lambda loss: loss.backward(inputs=parameters),
+    ):
+        loss = trainer.compute_loss(trainer.model, dict(trainer.data_collator(rows)))
+        with pytest.raises(RuntimeError, match=r"call loss\.backward\(\) and read \.grad"):
+            ask(loss)
+    trainer.compute_loss(trainer.model, dict(trainer.data_collator(rows))).backward()
+    assert all(bool(p.grad.any()) for p in parameters)

@@ -235,7 +235,7 @@ class States(NamedTuple):
 class Scored:
     """Scores of a batch, to compute a loss from; made by `TreeEngine.score`.
 
-    The tensors are leaves. Call ``backward`` on a loss that is computed from them, then `backward` here. Until then
+    Autograd ends in the tensors. Call ``backward`` on a loss that is computed from them, then `backward` here. Until then
     ``.grad`` of the parameters is a `DeferredGradient`: an optimizer that steps, or code that reads it, gets an error.
     """
 
@@ -289,10 +289,9 @@ class Scored:
 
         def leaves(kind: str, scores: Iterable[Tensor]) -> tuple[Tensor, ...]:
             self._leaves[kind] = tuple(x.detach().clone().requires_grad_(self.live) for x in scores)
-            if self.live:
-                for leaf in self._leaves[kind]:
-                    self.deferral.watch(leaf)
-            return self._leaves[kind]
+            if not self.live or not self._leaves[kind]:
+                return self._leaves[kind]
+            return self.deferral.watch(self._leaves[kind], refuse=engine.sharing.ranks.alone)
 
         self.aux_loss = None
         if scoring.added_loss is not None and scoring.added_loss.adds:
@@ -341,6 +340,16 @@ class Scored:
         """All tensors that a loss may be computed from: log-probabilities, entropies, values or rewards, loss."""
         kinds = "logprobs", "entropies", "values", "aux_loss"
         return [leaf for kind in kinds for leaf in self._leaves.get(kind, ())]
+
+    @property
+    def model_has_changed(self) -> bool:
+        """Whether weights, buffers, adapters or settings are others than when it scored."""
+        try:
+            if self._model is not None:
+                self._model.check(self._name)
+        except RuntimeError:
+            return True
+        return False
 
     def drop_gradients(self) -> None:
         """Forget the gradients that the leaves have received."""

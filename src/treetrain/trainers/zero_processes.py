@@ -55,11 +55,11 @@ class ZeroProcesses(ShardedProcesses):
         """See `Processes`. The model is called without its DeepSpeedEngine, so each rank has whole gradients of it."""
         return head_read_outside(model) if self._partitioned else nullcontext()
 
-    def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
+    def scored(self, scored: Scored, settle: Callable[..., None]) -> None:
         if self._partitioned:
             super().scored(scored, settle)
         else:
-            Processes.scored(self, scored, settle)
+            scored.deferral.settle = settle
 
     def begin(self, model: nn.Module, settle: Callable[..., None]) -> None:
         wrapper = self.accelerator.deepspeed_engine_wrapped
