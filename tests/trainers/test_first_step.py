@@ -120,7 +120,7 @@ def test_a_mutated_engine_stops_the_first_step(mutant, tmp_path, monkeypatch):
         original = Scored.backward
 
         def dropping(self: Scored, *args: Any, **kwargs: Any) -> None:
-            self.logprobs[1].grad.zero_()  # type: ignore[union-attr]
+            self.leaves[1].grad.zero_()  # type: ignore[union-attr]
             original(self, *args, **kwargs)
 
         monkeypatch.setattr(Scored, "backward", dropping)
