@@ -274,6 +274,8 @@ class EngineModel:
         """See `compiled_layers`."""
         self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""
+        self.undrawn: list[nn.Module] = []
+        """Adapters (LoHa, LoKr) that draw a random number in training mode although their dropout is 0."""
         self._cost: tuple[object, CostModel | None] = None, None
         self.device: torch.device
         """The device that the model takes its input on."""
@@ -294,6 +296,8 @@ class EngineModel:
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost = None, None
+            modules = self.model.modules()
+            self.undrawn = [m for m in modules if {*vars(m).get("module_dropout", {0: 1}).values()} == {0.0}]
         self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]

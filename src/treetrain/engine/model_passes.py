@@ -1,7 +1,7 @@
 """Runs parts on a Hugging Face model in tree mode, with its own top-level forward and its head scoring the edges."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -179,7 +179,11 @@ class ModelPasses:
         # Accelerate wraps a model's forward in one autocast object, which stores the state to restore. A call of the
         # engine within a call of the model would enter that object twice, and autocast would stay on for good.
         inner = vars(model).get("_original_forward") if torch.is_autocast_enabled(device.type) else None
-        with nullcontext() if inner is None else replaced(model, forward=inner):
+        with ExitStack() as stack:
+            if inner is not None:
+                stack.enter_context(replaced(model, forward=inner))
+            for module in self._model.undrawn:
+                stack.enter_context(replaced(module, training=False))
             outputs = model(
                 input_ids=layout.input_ids.unsqueeze(0),
                 use_cache=False,

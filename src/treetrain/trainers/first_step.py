@@ -156,9 +156,13 @@ class FirstStep:
 
     def _run_plain(self) -> None:
         """Call the plain model, on the batch or on each row by itself, and run its backward."""
-        if not self._alone:
+        if self._alone:
+            self._run_plain_on_rows()
+        else:
             self._backward_of_plain(self._call(self.batch))
-            return
+
+    def _run_plain_on_rows(self) -> None:
+        """The same for each row by itself."""
         found, losses = [], []
         for k, batch in enumerate(self._batches_alone()):
             output, objective = self._call(batch), None
@@ -283,7 +287,9 @@ class FirstStep:
             RuntimeError: they differ by more than rounding.
         """
         model, expected, tree = self._engine.model, self._plain_gradients, self._tree_gradients
-        dtype = compute_dtype(model, self.device)
+        # Adapters may be narrower than their base (QLoRA), and then they compute in their own dtype.
+        dtypes = {compute_dtype(model, self.device), *(p.dtype for p in self._parameters)}
+        dtype = max(dtypes, key=lambda each: _limit(LIMITS, each))
         worst, kind = _worst_kind([self._names[p] for p in self._parameters], tree, expected, dtype)
         plain_scores = self._plain_scores
         difference = Difference(
@@ -299,11 +305,16 @@ class FirstStep:
         tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
         limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
         differs = not difference.scores <= limit  # also true of NaN
+        turned = not differs and not _gradients_agree(difference, limit)
+        asks_which = repeatable and not self._alone
+        ranks = self._ranks.exchange((differs, turned)) if asks_which else []
         why = ""
-        if repeatable and not self._alone and any(self._ranks.exchange(differs)):
+        if any(theirs for theirs, _ in ranks):
             why = self._which_is_right(limit)
-        elif differs:
-            why = self._why_scores_differ()
+        elif any(theirs for _, theirs in ranks):
+            why = self._whose_gradients_are_right(limit)
+        elif differs or turned:
+            why = self._why_they_differ()
         if plain_scores is not None and not bool(plain_scores.isfinite().all()):
             weight = first_not_finite(model)
             why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
@@ -316,8 +327,8 @@ class FirstStep:
         work = linear_work(tree_of([small]), cost.counts.attention_ranges)
         return logs, cost.counts.flops(*work) / self._seconds
 
-    def _why_scores_differ(self) -> str:
-        """Say why scores differ where the plain model was not called on each row by itself, or only so."""
+    def _why_they_differ(self) -> str:
+        """Say why both sides differ where the plain model was not called on each row by itself, or only so."""
         if self._alone:
             return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {REPORT}"
         why, change = _layout_of(self.batch, self._rows)
@@ -326,13 +337,33 @@ class FirstStep:
     def _which_is_right(self, limit: float) -> str:
         """Say which of both sides is right, by each row by itself, why, and what to do."""
         assert self._plain_scores is not None  # without them nothing differs
-        why, change = _layout_of(self.batch, self._rows)
         with torch.no_grad():
             batches = self._batches_alone()
             own = [self._scores_of(self._call(batch), batch).flatten() for batch in batches][: self._count]
         alone = self._as_batch(own)
         tree = relative_error([self._tree_scores.reshape(alone.shape)], [alone])
         batch = relative_error([self._plain_scores.reshape(alone.shape)], [alone])
+        return self._verdict(tree, batch, limit)
+
+    def _whose_gradients_are_right(self, limit: float) -> str:
+        """The same where scores agree and gradients do not, as where a norm follows the rotary embedding."""
+        with sketched(self._parameters, self._size, streamed=True) as alone:
+            self._run_plain_on_rows()
+        names = [self._names[p] for p in self._parameters]
+        dtype = compute_dtype(self._engine.model, self.device)
+
+        def distance(own: Sequence[Tensor]) -> float:
+            return max(relative_error(own, alone), _worst_kind(names, own, alone, dtype)[0] / KIND_LIMIT)
+
+        return self._verdict(distance(self._tree_gradients), distance(self._plain_gradients), limit)
+
+    def _verdict(self, tree: float, batch: float, limit: float) -> str:
+        """Say which side is right.
+
+        Args:
+            tree, batch: how far the tree and the plain model on the batch are from each row by itself.
+        """
+        why, change = _layout_of(self.batch, self._rows)
         if tree <= limit and not batch <= limit:
             return (
                 f"Shared prefixes are right: they give what each row gives by itself (to {tree:.1e}). The trainer's "
@@ -423,6 +454,10 @@ def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
     return limits.get(dtype, limits[torch.bfloat16])
 
 
+def _gradients_agree(difference: Difference, limit: float) -> bool:
+    return difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit
+
+
 def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, limit: float, loss_limit: float) -> str:
     """One sentence that says how far apart they are.
 
@@ -444,11 +479,11 @@ def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, li
                 "that a forward adds, or an adapter's regularisation (AdaLoRA): remove it, train without "
                 "share_prefixes, or use tt.TreeTrainer with a loss of your own"
             )
-    if not (difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit):
+    if not _gradients_agree(difference, limit):
         raise RuntimeError(
             f"first step, {count} rows: gradients of the plain model and with shared prefixes differ by "
-            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. Train "
-            "without share_prefixes and report this model, or pass check=False if such a difference is expected"
+            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. {why}. "
+            "check=False does not compare"
         )
     return (
         f"{count} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
