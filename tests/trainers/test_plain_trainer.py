@@ -9,6 +9,7 @@ from torch import nn
 from trainer_runs import BUILDERS, difference, train
 
 import treetrain as tt
+from treetrain.trainers.share_prefixes import SharesPrefixes
 
 
 def plain_trainer(folder: Any, **settings: Any) -> Any:
@@ -116,3 +117,50 @@ def test_gradients_that_are_asked_for_by_hand_are_refused_in_words(kind, tmp_pat
             ask(loss)
     trainer.compute_loss(trainer.model, dict(trainer.data_collator(rows))).backward()
     assert all(bool(p.grad.any()) for p in parameters)
+
+
+# ---- other calls
+
+
+def test_a_mask_that_says_which_token_sees_which_is_refused_by_its_shape(tmp_path):
+    trainer = tt.share_prefixes(plain_trainer(tmp_path))
+    batch = dict(trainer.data_collator([trainer.train_dataset[k] for k in range(2)]))
+    rows, length = batch["input_ids"].shape
+    mask = torch.ones(length, length).tril().bool().expand(rows, 1, length, length)
+    for call in (trainer.compute_loss, tt.token_logprobs):
+        with pytest.raises(tt.DataError, match=rf"attention_mask .*\({rows}, 1, {length}, {length}\).*position_ids"):
+            call(trainer.model, batch | {"attention_mask": mask})
+
+
+def test_an_evaluation_of_ones_own_may_read_logits(tmp_path, monkeypatch):
+    seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+
+    class Own(runs.Trainer):
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            with torch.no_grad():
+                loss, outputs = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+            seen[isinstance(self, SharesPrefixes)] += [outputs.logits, outputs[1], loss]
+            return loss, None, None
+
+    monkeypatch.setattr(runs, "Trainer", Own)
+    for share in (True, False):
+        train(BUILDERS["plain"], tmp_path, shared=share, steps=1, evaluate=True)
+    for ours, theirs in zip(seen[True], seen[False], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_activations_that_a_hook_takes_into_the_loss_are_refused_in_words(tmp_path, monkeypatch):
+    class Penalised(runs.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            taken: list[torch.Tensor] = []
+            handle = self.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: taken.append(out))
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            handle.remove()
+            return loss + 0.1 * sum(x.square().mean() for x in taken)
+
+    monkeypatch.setattr(runs, "Trainer", Penalised)
+    with pytest.raises(RuntimeError) as caught:
+        train(BUILDERS["plain"], tmp_path, shared=True, steps=1)
+    assert "forward hook keeps activations for a penalty" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="forward hook that keeps activations for a penalty"):
+        train(BUILDERS["plain"], tmp_path, shared=True, steps=1, check=False)

@@ -383,7 +383,17 @@ class Scored:
             ranks.same({"sync": sync})  # every rank has checked its own before any of them starts
             with self.deferral.lifted(), Rollback(engine.parameters, sharing) as rollback:
                 self._spent = True
-                self._scoring.backward(*gradients, "each" if sync else "never", rollback)
+                try:
+                    self._scoring.backward(*gradients, "each" if sync else "never", rollback)
+                except RuntimeError as error:
+                    if "through the graph a second time" not in str(error):
+                        raise
+                    raise RuntimeError(
+                        f"a backward has gone through the graphs of {self._name}'s tree before its own: something "
+                        "within the model, such as a forward hook that keeps activations for a penalty, is part of the "
+                        "loss. On a tree it has the tokens of the tree, not those of rows, and no gradient: leave it "
+                        "out, or train without shared prefixes"
+                    ) from error
                 ranks.exchange(None)  # all of them roll back if one has failed
         if sync:
             sharing.average_gradients(engine.parameters)

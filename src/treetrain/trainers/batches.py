@@ -229,6 +229,14 @@ def rows_of(kwargs: ModelInputs, *, rewards: bool = False, model: nn.Module | No
     if "tree_kv_index" in kwargs:
         return _rows_of_packed_tree(kwargs)
     ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    for name, own in (("input_ids", ids), ("attention_mask", mask)):
+        if own is not None and (not isinstance(own, Tensor) or own.dim() != 2):
+            shape = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else f"type {type(own).__name__}"
+            raise DataError(
+                f"{name} of the batch has {shape}; rows are read from [B, L], with 0 in attention_mask at padding. "
+                "Packed rows have position_ids that begin at 0 in each of them, in place of a mask that says which "
+                "token sees which"
+            )
     if mask is None and positions is None and (bounds := kwargs.get("cu_seq_lens_q")) is not None:
         positions = positions_between(bounds, ids)
     if mask is None and positions is not None:

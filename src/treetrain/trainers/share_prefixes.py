@@ -14,7 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -304,7 +304,16 @@ class PrefixSharing:
             self._compare_settings(model)
         self.processes.begin(model, self._settle)
         with step.micro_batch():
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "through the graph a second time" in str(error):
+                    error.add_note(
+                        "share_prefixes: if a forward hook keeps activations for a penalty, the loss holds graphs of "
+                        "the tree and of the first step's comparison, and no activations of rows: leave it out, or "
+                        "train without share_prefixes"
+                    )
+                raise
         self.steps.drop_failed()
         last = self.trainer.accelerator.sync_gradients
         self.settle(everything=last, last=last)
@@ -680,6 +689,11 @@ class TreeForward(OwnForward):
         """Log-probabilities of a batch from a tree, and entropies; see `treetrain.token_logprobs`."""
         return self._sharing.token_logprobs(self, inputs, temperature, entropy=entropy)
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether this process runs passes of the model by itself."""
+        return self._sharing.steps.ranks.alone
+
     def refusal(self, name: str) -> str:
         """Say what to write in place of a read of the model's output."""
         return self._sharing.refusal(name)
@@ -693,7 +707,8 @@ class TreeForward(OwnForward):
 class TreeOutput:
     """The output of a call of a plain Trainer's model, which a tree answers: its loss, and no logits.
 
-    It is what `compute_loss` and a ``compute_loss_func`` get. Reading anything else of it raises an error.
+    It is what `compute_loss` and a ``compute_loss_func`` get. Reading anything else of it raises an error; without
+    gradients, as in an evaluation, the plain model gives it.
 
     Args:
         inputs: the arguments of the call.
@@ -706,6 +721,21 @@ class TreeOutput:
     ):
         self.loss, self.aux_loss = loss, aux_loss
         self._forward, self._inputs = forward, inputs
+        self._evaluates, self._plain = not torch.is_grad_enabled() and forward.runs_alone, None
+
+    def _plain_output(self, name: str) -> Any:
+        """The output of the plain model.
+
+        Raises:
+            RuntimeError: with gradients, or where ranks would have to run it together; the message says what to write
+                in place of this name.
+        """
+        if not self._evaluates:
+            raise RuntimeError(self._forward.refusal(name))
+        if self._plain is None:
+            with torch.no_grad():
+                self._plain = self._forward.plain(**self._inputs)
+        return self._plain
 
     def token_logprobs(
         self, labels: Tensor | None, temperature: float, *, entropy: bool
@@ -713,17 +743,17 @@ class TreeOutput:
         """Log-probabilities of the labels' tokens, and entropies; see `treetrain.token_logprobs`."""
         return self._forward.token_logprobs(self._inputs | {"labels": labels}, temperature, entropy=entropy)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not _is_in_outputs(name):  # such as "dtype", which accelerate asks for
             raise AttributeError(f"the output of a model has no {name}")
-        raise RuntimeError(self._forward.refusal(f".{name}"))  # an AttributeError would be no error for hasattr
+        return getattr(self._plain_output(f".{name}"), name)  # an AttributeError would be no error for hasattr
 
-    def __getitem__(self, key: object) -> Tensor | tuple[Tensor, ...]:
-        if isinstance(key, slice):
+    def __getitem__(self, key: object) -> Any:
+        if isinstance(key, slice) and not self._evaluates:
             return tuple(x for x in (self.loss,) if x is not None)[key]
         if key in ("loss", 0) and self.loss is not None:
             return self.loss
-        raise RuntimeError(self._forward.refusal(f"[{key!r}]"))
+        return self._plain_output(f"[{key!r}]")[key]
 
     def __contains__(self, key: object) -> bool:
         return key == "loss" and self.loss is not None
