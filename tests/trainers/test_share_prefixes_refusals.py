@@ -43,10 +43,6 @@ def call_modules_otherwise(trainer, patch):
     patch.setattr(torch.nn.Module, "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs))
 
 
-def derive_from_an_unknown_trainer(trainer, patch):
-    trainer.__class__ = type("GKDTrainer", (type(trainer),), {"__module__": "trl.experimental.gkd"})
-
-
 SETTINGS = {
     "label_smoothing_factor": ("sft", 0.1),
     "neftune_noise_alpha": ("sft", 5.0),
@@ -65,7 +61,6 @@ SETTINGS = {
         ("plain", distribute_by_megatron, "distributed_type=MEGATRON_LM"),
         ("plain", compile_by_accelerate, "dynamo_backend: INDUCTOR"),
         ("plain", call_modules_otherwise, "does not call the _call_impl of a module"),
-        ("sft", derive_from_an_unknown_trainer, "GKDTrainer"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

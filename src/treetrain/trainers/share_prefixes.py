@@ -57,9 +57,8 @@ MEDIA = ("pixel_", "image_", "video_", "input_features", "audio_")
 FUSED_SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 FUSED_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """The settings of TRL's `add_fused_lm_head`, and the values of each token that it may compute."""
-_FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
-OUTPUT_KIND_OF_TRAINER: dict[str, OutputKind] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
-"""What each TRL trainer reads of its model's output, by class name."""
+FUSED_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
+"""TRL's trainers whose models must have its fused head. Others are taken by what their models have."""
 SCORES, OUTPUT, LATER = "the scores of labels", "its output", "an output without labels"
 """What a call may ask a model for: scores, which trees answer; what its own forward returns; or, in a loss of the
 user's own, an output that may still be asked for log-probabilities (`TreeOutput`)."""
@@ -81,9 +80,9 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
     share prefixes, across micro-batches; `PrefixGroupSampler` brings such rows together.
 
     Args:
-        trainer: a `transformers.Trainer` with a causal LM, or an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`,
-            `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer` or `AsyncGRPOTrainer` of TRL, after construction and before
-            ``train()``.
+        trainer: a `transformers.Trainer` with a causal LM, or one of TRL that takes rewards or log-probabilities of
+            its fused head: `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer`,
+            `AsyncGRPOTrainer` and their subclasses; after construction and before ``train()``.
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory above model, gradients and
             optimiser state; None uses the memory that is free.
         check: compare a few rows of the first training batch with the model's plain forward and backward, log the
@@ -195,9 +194,7 @@ class FusedHead(NamedTuple):
 
         from treetrain.trainers.relied_on import TESTED
 
-        forward = causal_lm(model).forward
-        while forward is not None and not _is_fused(forward):
-            forward = getattr(forward, "__wrapped__", None)
+        forward = _fused_forward(model)
         if forward is None:
             raise ValueError(
                 f"trl {trl.__version__} does not give its model the fused head by which trainers of TRL "
@@ -222,6 +219,14 @@ def _is_fused(forward: object) -> bool:
     """Whether this is the forward that TRL's `add_fused_lm_head` installs."""
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return {*FUSED_SETTINGS} <= {*getattr(code, "co_freevars", ())}
+
+
+def _fused_forward(model: nn.Module) -> object | None:
+    """The forward that TRL's `add_fused_lm_head` has installed beneath others; None if it has not."""
+    forward = causal_lm(model).forward
+    while forward is not None and not _is_fused(forward):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward
 
 
 class PrefixSharing:
@@ -835,15 +840,22 @@ def output_kind_of(trainer: Trainer) -> OutputKind:
     """The kind of output that this trainer reads of its model.
 
     Raises:
-        ValueError: an unsupported trainer of TRL.
+        ValueError: a trainer of TRL that asks its model for something else than the fused head's scores, or rewards.
     """
-    for kind in type(trainer).__mro__:
-        if not kind.__module__.startswith("trl.") or kind.__name__ == "_BaseTrainer":
-            continue
-        if kind.__name__ not in OUTPUT_KIND_OF_TRAINER:
-            raise ValueError(f"{kind.__name__} of TRL is not known here; known are {', '.join(OUTPUT_KIND_OF_TRAINER)}")
-        return OUTPUT_KIND_OF_TRAINER[kind.__name__]
-    return "loss"
+    names = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    names = [name for name in names if name != "_BaseTrainer"]
+    if not names:
+        return "loss"
+    if "RewardTrainer" in names:
+        return "rewards"
+    assert trainer.model is not None
+    if not {*names} & {*FUSED_TRAINERS} and _fused_forward(trainer.model) is None:
+        raise ValueError(
+            f"{names[0]} of TRL asks its model for logits, which no tree gives; share_prefixes takes RewardTrainer, and "
+            f"trainers of TRL whose model has its fused head, such as {', '.join(FUSED_TRAINERS)}. In a subclass whose "
+            "compute_loss takes tt.token_logprobs(model, inputs) from a plain transformers.Trainer, prefixes are shared"
+        )
+    return "fused"
 
 
 def check_trainer(trainer: Trainer, output_kind: OutputKind) -> None:
