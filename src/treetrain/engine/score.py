@@ -408,7 +408,9 @@ class Scored:
         if self._spent:
             raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
         self._model.check(name)
-        if any(x.numel() for x in self.leaves) and all(x.grad is None for x in self.leaves):
+        # A rank without rows has the routers' auxiliary loss alone, which its loss may leave out.
+        of_rows = any(x.numel() for kind, leaves in self._leaves.items() if kind != "aux_loss" for x in leaves)
+        if of_rows and all(x.grad is None for x in self.leaves):
             raise RuntimeError(
                 "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "
                 "it first"
