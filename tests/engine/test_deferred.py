@@ -341,3 +341,20 @@ def test_hooks_of_parameters_are_called_for_gradients_alone(model, late):
     assert len(seen) == 2
     scored.backward()
     assert len(seen) == 2 + 2 * len(parameters) and all(x is not None for x in seen)
+
+
+def test_a_model_that_moves_while_gradients_wait_moves_whole(model):
+    scored = tt.TreeEngine(model).score(ROWS)
+    loss_of(scored).backward()
+    model.to("cpu", torch.float32)  # which changes nothing
+    model.to(torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(RuntimeError, match="have not gone through the tree"):
+        torch.optim.SGD(model.parameters()).step()
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        scored.backward()
+    model.zero_grad()
+    scored = tt.TreeEngine(model).score(ROWS)
+    loss_of(scored).backward()
+    scored.backward()
+    assert all(type(p.grad) is torch.Tensor and p.grad.dtype is torch.bfloat16 for p in model.parameters())

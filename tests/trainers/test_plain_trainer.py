@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_runs as runs
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from trainer_runs import BUILDERS, difference, train
 
@@ -120,6 +121,21 @@ def test_gradients_that_are_asked_for_by_hand_are_refused_in_words(kind, tmp_pat
 
 
 # ---- other calls
+
+
+def test_a_peft_model_without_a_task_takes_arguments_by_position(tmp_path):
+    class ByPosition(runs.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            rest = {"labels": inputs["labels"], "num_items_in_batch": num_items_in_batch}
+            return model(inputs["input_ids"], inputs["attention_mask"], **rest).loss
+
+    def build(*args: Any) -> Any:
+        plain = BUILDERS["plain"](*args)
+        model = get_peft_model(runs.model(), LoraConfig(r=4, target_modules=["q_proj"]))
+        return ByPosition(model, plain.args, plain.data_collator, plain.train_dataset)
+
+    found = difference(*(train(build, tmp_path, shared=share, steps=2) for share in (True, False)))
+    assert max(found.metrics, found.weights) <= 1e-5, found
 
 
 def test_a_mask_that_says_which_token_sees_which_is_refused_by_its_shape(tmp_path):

@@ -29,6 +29,7 @@ _WITHOUT_VALUES = {
     *(Tensor.add_, Tensor.__iadd__),
 }
 """Functions that need no values of a deferred gradient, so that no tree has to run: its attributes, and sums."""
+_CONVERSIONS = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.cuda, Tensor.cpu}
 _ZEROES = {Tensor.zero_, torch._foreach_zero_}  # type: ignore[attr-defined]
 
 
@@ -63,6 +64,15 @@ class DeferredGradient(Tensor):
         for deferral in self.waits_for:
             raise RuntimeError(deferral.error)
 
+    def _moved(self, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> "DeferredGradient":
+        """What stands in ``.grad`` once `nn.Module.to` has moved the parameter, and moves its gradient next.
+
+        An error would leave the model half moved. What waits cannot run any more, and says so when it is needed.
+        """
+        moved = DeferredGradient(parameter, self.waits_for)
+        moved.beneath = None if self.beneath is None else convert(self.beneath)
+        return moved
+
     def drop(self) -> None:
         """Drop what waits and put zeros in its place."""
         self.waits_for.clear()
@@ -82,6 +92,18 @@ class DeferredGradient(Tensor):
         if func in _WITHOUT_VALUES and not any(isinstance(x, cls) for x in args[1:]):  # one may be added to another
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch._has_compatible_shallow_copy_type:  # type: ignore[attr-defined]
+            return False  # `Module.to` then sets ``.grad``, not its data
+        if func in _CONVERSIONS and isinstance(args[0], cls):
+            own, empty = args[0], torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+
+            def convert(gradient: Tensor) -> Tensor:
+                return func(gradient, *args[1:], **(kwargs or {}))
+
+            if convert(empty) is empty:
+                return own
+            if (p := own.parameter()) is not None and (p.dtype, p.device) != (own.dtype, own.device):
+                return own._moved(p, convert)
         if func in _ZEROES:
             for gradient in args if isinstance(args[0], Tensor) else args[0]:
                 if isinstance(gradient, DeferredGradient):

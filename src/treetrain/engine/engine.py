@@ -10,7 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar, cast
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ def unknown_named(init: F) -> F:
 
 def checked_temperature(value: float) -> float:
     """The temperature; raises ValueError unless it is above 0 and finite."""
-    if not 0 < value < float("inf"):
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or not 0 < float(value) < float("inf"):
         raise ValueError(f"temperature={value!r}: it divides the logits, so it must be above 0 and finite")
     return float(value)
 
@@ -337,11 +337,12 @@ class TreeEngine:
                     f"nothing to train: the loss weights of all rows on all {ranks.data_size} ranks sum to 0 (entry 0 "
                     "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
                 )
-        whole = float(whole)
-        if not 0 < whole < float("inf"):
+        number = isinstance(whole, SupportsFloat) and not isinstance(whole, bool | str)
+        if not number or not 0 < float(whole) < float("inf"):
             raise ValueError(
-                f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
+                f"the normaliser is {whole!r}; a step's loss is divided by it, so it must be above 0 and finite"
             )
+        whole = float(whole)
         batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
         ranks.exchange(None)  # ranks with the same tokens may have different facts: one may fail here and others not
         model.free = self.sharing.agree_on_plan(ranks, batch.layout, model.free)

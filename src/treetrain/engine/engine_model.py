@@ -334,9 +334,14 @@ class EngineModel:
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
         key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
         if self._cost[0] != key:
-            from treetrain.engine.costs import cost_if_countable  # once for a model
+            from treetrain.engine.costs import TRANSIENT, cost_of  # once for a model
 
-            self._cost = key, cost_if_countable(self.model)
+            try:
+                self._cost = key, cost_of(self.model)
+            except UnsupportedModel:
+                self._cost = key, None
+            except TRANSIENT:
+                return None  # the next call counts again
         cost = self._cost[1]
         return replace(cost, beside=self.beside) if cost is not None and self.beside is not None else cost
 

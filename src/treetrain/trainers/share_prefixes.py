@@ -279,7 +279,8 @@ class PrefixSharing:
             warn_if_untested(package)
         if trainer.accelerator.num_processes > 1:
             before = _weakly(self._before_step)
-            register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
+            hook = register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
+            weakref.finalize(self, hook.remove)
 
     def _engine(self, model: nn.Module, head: FusedHead) -> TreeEngine:
         key = (self.processes.engine_key(model), head.temperature)
@@ -404,7 +405,11 @@ class PrefixSharing:
         model, plain, head = forward.module, forward.plain, forward.head
         gradients = torch.is_grad_enabled()
         if self.in_loss and self.output_kind == "loss" and args:
-            names = list(inspect.signature(type(model).forward).parameters)[1:]
+            # A PeftModel without a task takes any arguments and hands them on.
+            kinds = (type(model), type(causal_lm(model)))
+            parameters = [list(inspect.signature(kind.forward).parameters.values())[1:] for kind in kinds]
+            own = next((each for each in parameters if each and each[0].kind is each[0].POSITIONAL_OR_KEYWORD), [])
+            names = [each.name for each in own]
             args, kwargs = (), dict(zip(names, args)) | kwargs
         if RUN_KEYWORD in kwargs:
             return plain(*args, **kwargs)
