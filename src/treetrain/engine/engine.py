@@ -318,6 +318,7 @@ class TreeEngine:
         if not any(p.requires_grad for p in self.prepared.parameters):
             raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
         self.sharing.check_hooks(self.prepared.parameters)
+        self._check_device()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
         predicted = predictions_of(tree, mask)
@@ -347,6 +348,20 @@ class TreeEngine:
         ranks.exchange(None)  # ranks with the same tokens may have different facts: one may fail here and others not
         model.free = self.sharing.agree_on_plan(ranks, batch.layout, model.free)
         return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
+
+    def _check_device(self) -> None:
+        """Refuse a model without weights, and a default device on which tensors would be made beside the model's."""
+        own, default = self.prepared.device, torch.get_default_device()
+        if own.type == "meta":
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} is on the meta device, which holds no weights: load them (from_pretrained), "
+                "or give it some (model.to_empty(device=...) and an initialisation)"
+            )
+        if default.type not in ("cpu", own.type):
+            raise ValueError(
+                f"the default device is {default} (with torch.device(...), or torch.set_default_device) and the model is "
+                f"on {own}: tensors would be made beside it. Call this outside of that block"
+            )
 
     def _check_tree(self, tree: TokenTree) -> None:
         """Raise DataError for rows that the model cannot read; count what their images need besides the parts."""
@@ -587,6 +602,7 @@ class TreeEngine:
                 self._check_live(name)
             if model.live:
                 self.sharing.check_hooks(self.prepared.parameters)
+            self._check_device()
             tree = self.tree_of(rows)
             self._check_tree(tree)
             reads: Batch | States

@@ -163,8 +163,9 @@ class ScoredModel:
         """Raise RuntimeError if a backward now would not match the scores that `call` gave."""
         if not torch.equal(self._weights, self._sums()):
             raise RuntimeError(
-                f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
-                "would belong to other weights: call backward first, or score again"
+                f"the model's weights have changed between {call} and its backward (by an optimiser step? or "
+                "did torch.func.functional_call put others in for a call?); gradients would belong to other weights: "
+                "call backward first, or score again"
             )
         now = self._read(ModelState.of(self._model.model, self._model.value_head))
         for at, then in self._before.items():

@@ -156,7 +156,15 @@ class ModelPasses:
         layout = DeviceLayout(model_pass.arrays, self.device)
         run = TreeRun(model_pass.attention, len(layout.input_ids), layout.positions, model_pass.extras)
         with scoring_head(capabilities, layout.edges, model_pass.request) as calls:
-            outputs = self.call(layout, run, model_pass.keywords)
+            try:
+                outputs = self.call(layout, run, model_pass.keywords)
+            except IndexError as error:
+                if not calls:
+                    raise
+                raise UnsupportedModel(
+                    f"{type(model).__name__} reads or changes logits after its head, in its forward or in a hook "
+                    f"({error}): on a tree the head gives log-probabilities in their place. Leave it out"
+                ) from error
         self.check_layers(run)
         check_head(model, capabilities, calls, outputs.logits)
         self.counts.attention.update(attention.calls)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -362,6 +362,12 @@ class Scored:
         self.drop_gradients()
         for leaf in self.leaves:
             leaf.grad = torch.zeros_like(leaf)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"what {self._name} gave cannot be copied or pickled: it holds graphs of the model, and runs backward once. "
+            "Score the rows again; numbers to keep are [row.detach().clone() for row in scored.logprobs]"
+        )
 
     def backward(self, *, sync: bool = True) -> None:
         """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
