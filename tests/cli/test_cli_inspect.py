@@ -218,7 +218,12 @@ def test_options_of_reading_reach_the_reader_and_skipped_records_are_listed(tree
     report = treetrain("inspect", "rows.jsonl", *mapped, "--on-error", "skip", "--json").json
     assert report["file"]["trajectories"] == 2 and report["file"]["unique"] == 4
     assert any("1 of 3 records are skipped" in note for note in report["notes"])
-    assert (tmp_path / "treetrain-skipped.txt").read_text().startswith("rows.jsonl line 2: broken JSON")
+    skipped = tmp_path / "treetrain-skipped.txt"
+    assert skipped.read_text().startswith("rows.jsonl line 2: broken JSON")
+    skipped.write_text("of another run")
+    again = treetrain("inspect", "rows.jsonl", *mapped, "--on-error", "skip", "--json").json
+    assert any("listed in treetrain-skipped-2.txt" in note for note in again["notes"])
+    assert skipped.read_text() == "of another run"
     assert "--map: 'reward' is not KEY=PATH" in treetrain("inspect", "rows.jsonl", "--map", "reward").err
 
 

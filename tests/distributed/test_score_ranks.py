@@ -82,6 +82,29 @@ def a_forgotten_backward(group: Any, how: str) -> str:
     return said
 
 
+def experts_without_rows(group: Any, how: str) -> float:
+    """How far gradients are from those of one process if rank 1 has no rows, and so no loss, of a model of experts."""
+    model = make_model("qwen3_moe", torch.float64, output_router_logits=True, router_aux_loss_coef=0.7)
+    rows, rank = [[1, 2, 3, 4], [1, 2, 4, 5], [1, 2, 3]], dist.get_rank(group)
+
+    def loss_of(scored: Any) -> Any:
+        return sum(row.sum() for row in scored.logprobs)  # without the auxiliary loss
+
+    alone = tt.TreeEngine(copy.deepcopy(model))
+    expected = alone.score(rows)
+    loss_of(expected).backward()
+    expected.backward(sync=False)
+    wrapped = parallel_model(model, how, group)
+    scored = tt.TreeEngine(wrapped).score([] if rank else rows)
+    loss = loss_of(scored)
+    if not rank:
+        loss.backward()
+    scored.backward()
+    whole = [2 * getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in wrapped.parameters()]
+    wanted = [p.grad for p in alone.parameters]
+    return float(sum((a - b).norm() for a, b in zip(whole, wanted)) / sum(b.norm() for b in wanted))
+
+
 def check(run_on_ranks, how, *, keeps=("kept",), calls=1, split="round", changes=QWEN3, shapes=PLANS, size=2):
     found = run_on_ranks(scored_step, how, shapes, keeps, calls, split, changes, size=size)
     for outcome in found:
@@ -162,3 +185,8 @@ def test_an_error_on_one_rank_ends_all_of_them(run_on_ranks, how):
 def test_a_forgotten_backward_is_an_error_on_every_rank(run_on_ranks, how):
     for said in run_on_ranks(a_forgotten_backward, how):
         assert "have not gone through the tree" in said
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_rank_without_rows_runs_with_the_others_though_experts_have_an_auxiliary_loss(run_on_ranks, how):
+    assert max(run_on_ranks(experts_without_rows, how)) <= 1e-12

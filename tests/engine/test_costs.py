@@ -345,3 +345,18 @@ def test_a_gpu_needs_the_scratch_of_flash_attention_and_no_rounded_gradient_of_t
     assert gpu.backward_token >= 2 * heads * padded * 4
     assert gpu.backward_token > cpu.backward_token and gpu.saved_layers == cpu.saved_layers
     assert gpu.head_pass == 0 < cpu.head_pass
+
+
+def test_an_error_of_a_moment_while_counting_is_not_remembered(monkeypatch):
+    engine, count, failed = tt.TreeEngine(make_model()), costs.count, []
+
+    def fails_once(*args, **kwargs):
+        if not failed:
+            failed.append(1)
+            raise MemoryError
+        return count(*args, **kwargs)
+
+    monkeypatch.setattr(costs, "_COUNTED", {})
+    monkeypatch.setattr(costs, "count", fails_once)
+    assert engine.prepared.cost is None and failed
+    assert engine.prepared.cost is not None

@@ -299,3 +299,62 @@ def test_the_error_of_gradients_that_wait_is_the_one_that_was_set_last(model):
     loss_of(scored).backward()
     with pytest.raises(RuntimeError, match="read them later"):
         next(model.parameters()).grad.norm()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda loss, weights: torch.autograd.grad(loss, weights, allow_unused=True),
+        lambda loss, weights: torch.autograd.grad(loss, weights[0]),
+        lambda loss, weights: loss.backward(inputs=weights),
+    ],
+    ids=["grad", "one", "inputs"],
+)
+def test_gradients_of_the_parameters_alone_are_not_none_but_an_error(model, ask):
+    scored, weights = tt.TreeEngine(model).score(ROWS, entropies=True), list(model.parameters())
+    loss = loss_of(scored) + 0.1 * sum(row.sum() for row in scored.entropies)
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad.*tt\.logprobs"):
+        ask(loss, weights)
+    loss = loss_of(scored) + 0.1 * sum(row.sum() for row in scored.entropies)
+    found = torch.autograd.grad(loss, scored.logprobs, retain_graph=True)  # as frameworks do
+    assert all(bool((row == torch.arange(1.0, len(row) + 1)).all()) for row in found)
+    loss.backward()
+    scored.backward()
+    assert all(bool(p.grad.any()) for p in weights)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_hooks_of_parameters_are_called_for_gradients_alone(model, late):
+    parameters, seen = list(model.parameters()), []
+
+    def register():
+        for p in parameters:
+            p.register_hook(lambda grad: seen.append(grad.clone()))
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+
+    if not late:
+        register()
+    scored = tt.TreeEngine(model).score(ROWS)
+    if late:
+        register()
+    (loss_of(scored) + parameters[0].sum()).backward()  # a term that goes past the tree
+    assert len(seen) == 2
+    scored.backward()
+    assert len(seen) == 2 + 2 * len(parameters) and all(x is not None for x in seen)
+
+
+def test_a_model_that_moves_while_gradients_wait_moves_whole(model):
+    scored = tt.TreeEngine(model).score(ROWS)
+    loss_of(scored).backward()
+    model.to("cpu", torch.float32)  # which changes nothing
+    model.to(torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(RuntimeError, match="have not gone through the tree"):
+        torch.optim.SGD(model.parameters()).step()
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        scored.backward()
+    model.zero_grad()
+    scored = tt.TreeEngine(model).score(ROWS)
+    loss_of(scored).backward()
+    scored.backward()
+    assert all(type(p.grad) is torch.Tensor and p.grad.dtype is torch.bfloat16 for p in model.parameters())

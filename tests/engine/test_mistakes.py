@@ -1,5 +1,8 @@
 """Mistakes in calls are one clear line each, before any work."""
 
+import copy
+import pickle
+
 import datasets
 import numpy as np
 import pytest
@@ -74,3 +77,72 @@ def test_a_temperature_that_is_set_between_calls_is_checked_too(model, value):
     with pytest.raises(ValueError, match="must be above 0 and finite"):
         engine.temperature = value
     assert engine.temperature == 0.7
+
+
+# ---- the model and the call
+
+
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_logits_that_are_changed_after_the_head_are_named(how):
+    model = make_model()
+
+    def without_one(output):
+        output.logits[..., 3] = -torch.inf
+        return output
+
+    if how == "hook":
+        model.register_forward_hook(lambda module, args, output: without_one(output))
+    else:
+        forward = model.forward
+        model.forward = lambda *args, **kwargs: without_one(forward(*args, **kwargs))
+    with pytest.raises(
+        tt.UnsupportedModel, match=r"reads or changes logits after its head, in its forward or in a hook"
+    ):
+        tt.logprobs(model, [[1, 2, 3], [1, 2, 4]])
+
+
+def test_a_vocabulary_that_is_larger_than_the_embedding_is_that_of_the_embedding():
+    model = make_model()
+    rows = model.get_input_embeddings().num_embeddings
+    model.config.vocab_size = rows + 20
+    with pytest.raises(
+        tt.DataError, match=rf"token id {rows + 1} at position 2 is outside the model's vocabulary of {rows}"
+    ):
+        tt.logprobs(model, [[1, 2, rows + 1]])
+    tt.logprobs(model, [[1, 2, rows - 1]])
+
+
+def test_a_model_without_weights_and_a_default_device_beside_it_are_refused():
+    model, rows = make_model(), [[1, 2, 3], [1, 2, 4]]
+    with torch.device("meta"), pytest.raises(ValueError, match=r"default device is meta .* the model is on cpu"):
+        tt.logprobs(model, rows)
+    engine = tt.TreeEngine(model.to("meta"))
+    for call in (engine.score, lambda rows: engine.forward_backward(rows, tt.losses.sft())):
+        with pytest.raises(tt.UnsupportedModel, match="on the meta device, which holds no weights"):
+            call(rows)
+
+
+def test_weights_that_functional_call_put_in_are_named():
+    model = make_model()
+    engine = tt.TreeEngine(model)
+
+    class Scores(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self):
+            return engine.score([[1, 2, 3], [1, 2, 4]])
+
+    others = {f"model.{name}": p.detach() + 0.1 for name, p in model.named_parameters()}
+    scored = torch.func.functional_call(Scores(), {name: p.requires_grad_() for name, p in others.items()}, ())
+    sum(row.sum() for row in scored.logprobs).backward()
+    with pytest.raises(RuntimeError, match=r"torch\.func\.functional_call put others in"):
+        scored.backward()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_scores_are_not_copied(duplicate):
+    scored = tt.TreeEngine(make_model()).score([[1, 2, 3], [1, 2, 4]])
+    with pytest.raises(TypeError, match=r"TreeEngine\.score gave cannot be copied or pickled.*Score the rows again"):
+        duplicate(scored)

@@ -31,6 +31,16 @@ def test_an_adapter_that_is_random_in_training_mode_is_refused_and_fine_in_eval_
         tt.TreeEngine(model)
 
 
+@pytest.mark.parametrize("kind", [peft.LoHaConfig, peft.LoKrConfig])
+def test_adapters_that_draw_numbers_without_effect_are_exact_in_training_mode(kind):
+    model = peft.get_peft_model(make_model("qwen3", torch.float64), kind(r=2, init_weights=False, **_TARGETS)).train()
+    found = tt.logprobs(model, ROWS, budget=3)
+    for row, ours in zip(ROWS, found):
+        logits = model(input_ids=torch.tensor([row])).logits[0, :-1].double()
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_noise_on_embeddings_is_refused_in_training_mode():
     model = make_model("qwen3")
     embeddings = model.get_input_embeddings()

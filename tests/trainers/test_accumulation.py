@@ -10,7 +10,7 @@ from torch import nn
 
 from treetrain.engine.deferred import Deferral
 from treetrain.trainers.batches import Rows, model_inputs
-from treetrain.trainers.step_scores import Arrivals, StepScores, decided
+from treetrain.trainers.step_scores import Arrivals, StepScores, TreeScores, decided
 
 
 def rows_of(inputs):
@@ -25,8 +25,7 @@ class Tree:
     def __init__(self, ids, note, weight):
         self.logprobs = [torch.tensor(row[1:], dtype=torch.float32, requires_grad=True) for row in ids]
         self.deferral, self.note, self.weight = Deferral("a tree", [weight]), note, weight
-        for leaf in self.logprobs:
-            self.deferral.watch(leaf)
+        self.deferral.watch(self.logprobs, refuse=False)
 
     def drop_gradients(self):
         self.deferral.arrived = False
@@ -284,6 +283,22 @@ def test_a_backward_that_fails_half_way_leaves_nothing(scores):
     assert tree.logprobs[1].grad is None and not steps.waiting
     train(steps, scores, SECOND, last=True)
     assert scores.log == [0] and scores.weight.grad == predictions(SECOND)
+
+
+def test_a_backward_looks_at_every_parameter_a_few_times(monkeypatch):
+    """Not at all of them for each of them."""
+    weights, looks = [nn.Parameter(torch.ones(())) for _ in range(50)], []
+    deferral = Deferral("a tree", weights)
+    hash_ = torch.Tensor.__hash__
+    monkeypatch.setattr(torch.Tensor, "__hash__", lambda self: looks.append(0) or hash_(self))
+    leaf = torch.ones((), requires_grad=True)
+    deferral.watch([leaf], refuse=False)
+    scored = SimpleNamespace(deferral=deferral, backward=lambda sync: None, live=True)
+    steps = StepScores(SimpleNamespace(), rows_of)
+    scores = TreeScores(steps.step.number, [rows_of(FIRST)], scored)
+    steps.keeping(scores, leaf).backward()
+    weights[0].grad = torch.zeros(())
+    assert len(steps.settle(everything=True)) == 1 and len(looks) <= 4 * len(weights)
 
 
 NOTHING = Arrivals(arrived=False, waiting=False, set_anew=False, ended=False)

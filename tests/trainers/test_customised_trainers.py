@@ -4,6 +4,7 @@ Every customisation trains twice, with shared prefixes and without. Logged numbe
 customisation saw, and weights must be equal.
 """
 
+import contextlib
 import copy
 import io
 import json
@@ -227,6 +228,73 @@ def catches(where):
     return customise
 
 
+# ---- training_step with other weights for a while
+
+
+@contextlib.contextmanager
+def moved(moves):
+    """Inside the block some weights are others: each is moved by a tensor."""
+    before = [(p, p.detach().clone()) for p, _ in moves]
+    for p, by in moves:
+        p.data.add_(by)
+    yield
+    for p, value in before:
+        p.data.copy_(value)
+
+
+def along_gradients(parameters):
+    return [(p, 0.1 * p.grad / p.grad.norm()) for p in parameters if p.grad is not None and p.grad.any()]
+
+
+def trains_with_perturbed_embeddings(*bases):
+    """FGM: gradients of the embeddings say how they are perturbed for a second backward."""
+
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, dict(inputs), num_items_in_batch)
+            with moved(along_gradients([self.model.get_input_embeddings().weight])):
+                return loss + super().training_step(model, dict(inputs), num_items_in_batch)
+
+    return Custom
+
+
+def trains_with_perturbed_weights(*bases):
+    """AWP: the same for all weights."""
+
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, dict(inputs), num_items_in_batch)
+            with moved(along_gradients(self.model.parameters())):
+                return loss + super().training_step(model, dict(inputs), num_items_in_batch)
+
+    return Custom
+
+
+def minimises_sharpness(*bases):
+    """SAM: only the gradients at the perturbed weights count."""
+
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            super().training_step(model, dict(inputs), num_items_in_batch)
+            moves = along_gradients(self.model.parameters())
+            self.model.zero_grad()
+            with moved(moves):
+                return super().training_step(model, dict(inputs), num_items_in_batch)
+
+    return Custom
+
+
+def adds_noise_to_weights(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            draws = torch.Generator().manual_seed(self.number)
+            noise = [(p, 0.01 * torch.randn(p.shape, generator=draws)) for p in self.model.parameters()]
+            with moved(noise):
+                return super().training_step(model, inputs, num_items_in_batch)
+
+    return Custom
+
+
 # ---- compute_loss
 
 
@@ -411,6 +479,28 @@ def test_a_customised_trainer_learns_the_same(name, tmp_path, monkeypatch):
     compare(name, tmp_path, monkeypatch)
 
 
+MOVES: dict[str, Callable[..., Any]] = {
+    "FGM": trains_with_perturbed_embeddings,
+    "AWP": trains_with_perturbed_weights,
+    "SAM": minimises_sharpness,
+    "weight noise": adds_noise_to_weights,
+}
+"""Customisations that change weights around a backward and restore them."""
+ONE_MICRO_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_weights_may_be_others_around_a_backward(name, tmp_path, monkeypatch):
+    compare(name, tmp_path, monkeypatch, **ONE_MICRO_BATCH)
+
+
+def test_weights_that_are_others_around_a_backward_are_refused_in_a_tree_of_several_micro_batches(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(RuntimeError, match=r"rows of other micro-batches.*gradient_accumulation_steps=1"):
+        run("weight noise", tmp_path, monkeypatch, form="call")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["step: loss.backward"])
 def test_the_mixin_does_what_the_call_does(name, tmp_path, monkeypatch):
@@ -586,6 +676,7 @@ def replaces_training_step_on_the_object(*bases):
 
 ON_RANKS = {
     **CUSTOMISATIONS,
+    **MOVES,
     "rank 1 skips 3": only_on(1, skips_the_backward(3)),
     "rank 1 skips 0": only_on(1, skips_the_backward(0)),
     "rank 0 reads": only_on(0, after_each(lambda trainer: norm(trainer))),

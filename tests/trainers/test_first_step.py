@@ -14,6 +14,8 @@ from torch import nn
 from trainer_runs import BUILDERS, train
 from transformers import (
     DataCollatorForSeq2Seq,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Trainer,
@@ -74,6 +76,25 @@ def check(model: nn.Module, folder: Any, batch: dict[str, Any], budget: int | No
     return trainer
 
 
+def test_gradients_of_left_padded_rows_are_compared_with_each_row_by_itself(tmp_path):
+    """A norm after the rotary embedding: scores know no absolute positions, the gradient of its weights does."""
+    torch.manual_seed(0)
+    model = HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**runs.SHAPE))
+    with pytest.raises(RuntimeError, match=r"gradients .*differ.*Shared prefixes are right.*padding on a row's left"):
+        check(model, tmp_path, batch_of(IDS, "left"))
+    check(model, tmp_path / "rows", batch_of(IDS, "left"), how="rows")
+    check(HunYuanDenseV1ForCausalLM(model.config), tmp_path / "right", batch_of(IDS))
+
+
+def test_adapters_that_are_narrower_than_their_base_are_compared_in_their_own_dtype(tmp_path):
+    """QLoRA computes in float32 with adapters in bfloat16."""
+    model = get_peft_model(runs.model(), runs.adapter())
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16 if p.requires_grad else torch.float32)
+    trainer = check(model, tmp_path, batch_of(IDS))
+    assert 1e-3 < trainer.prefix_sharing.gains.once["tree/gradient_difference"] < 1e-2
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
     """Change the gradient of one parameter whenever a tree has run backward."""
     original = Scored.backward
@@ -121,7 +142,7 @@ def test_a_mutated_engine_stops_the_first_step(mutant, tmp_path, monkeypatch):
         original = Scored.backward
 
         def dropping(self: Scored, *args: Any, **kwargs: Any) -> None:
-            self.logprobs[1].grad.zero_()  # type: ignore[union-attr]
+            self.leaves[1].grad.zero_()  # type: ignore[union-attr]
             original(self, *args, **kwargs)
 
         monkeypatch.setattr(Scored, "backward", dropping)

@@ -8,6 +8,7 @@ import trainer_runs as runs
 from trainer_runs import BUILDERS, train
 
 import treetrain as tt
+from treetrain.trainers import gains
 
 
 @pytest.mark.slow
@@ -17,7 +18,7 @@ def test_a_line_says_what_the_first_steps_gained(tmp_path, capsys):
         train(BUILDERS["grpo"], tmp_path, shared=True, steps=4)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("share_prefixes")]
     assert "in the first 3 steps" in line and "tokens were computed" in line and "times fewer" in line
-    assert "times as fast by FLOPs" in line and "measured (which can be more" in line
+    assert "times as fast by FLOPs" in line and " measured" in line
 
 
 def shuffled(settings, dtype, folder):
@@ -55,7 +56,54 @@ def test_a_loss_that_reads_logits_is_told_how_to_share(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=r"3 calls .* asked for logits.*% could be shared.*token_logprobs") as said:
         train(BUILDERS["grpo"], tmp_path, shared=True, steps=5, num_iterations=1)
     (line,) = [str(each.message) for each in said if "share_prefixes" in str(each.message)]
-    assert "0 of 0 tokens were computed" in line and len(line) <= 400
+    assert "no call of the model was answered from a tree" in line and len(line) <= 400
+
+
+# ---- hints
+
+
+def test_generations_that_are_trained_in_several_steps_are_told_to_accumulate(tmp_path):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 8}
+    with pytest.warns(UserWarning, match=r"could be shared\. Set gradient_accumulation_steps=8"):
+        train(BUILDERS["grpo"], tmp_path, shared=True, steps=3, num_iterations=1, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="share_prefixes")
+        train(BUILDERS["grpo"], tmp_path, shared=True, steps=3, **settings | {"gradient_accumulation_steps": 8})
+
+
+def line_of(capsys):
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("share_prefixes")]
+    return line
+
+
+def test_a_tree_that_is_slower_is_told_what_to_try(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gains.Gains, "add_backward", lambda self, scored: setattr(self, "_measured", 0.4))
+    train(BUILDERS["grpo"], tmp_path, shared=True, steps=3)
+    line = line_of(capsys)
+    assert "0.4 measured. That is slower than without" in line and "which can be more" not in line
+    assert "more rows in a step" in line and "leave share_prefixes out" in line
+
+
+def test_rows_without_common_prefixes_are_told_so(tmp_path, capsys):
+    def apart(*args):
+        trainer = BUILDERS["plain"](*args)
+        rows = [{"input_ids": [2 + k, *range(20, 30)], "labels": [-100, *range(20, 30)]} for k in range(32)]
+        trainer.train_dataset = runs.Dataset.from_list(rows)
+        return trainer
+
+    train(apart, tmp_path, shared=True, steps=3)
+    assert "The rows of a step have no prefixes in common: leave share_prefixes out" in line_of(capsys)
+
+
+def test_a_run_without_a_tree_is_told_what_asks_for_one(tmp_path, capsys, monkeypatch):
+    class OwnOutput(runs.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(inputs_embeds=self.model.get_input_embeddings()(inputs["input_ids"])).logits.square().mean()
+
+    monkeypatch.setattr(runs, "SFTTrainer", OwnOutput)
+    train(BUILDERS["sft"], tmp_path, shared=True, steps=3)
+    line = line_of(capsys)
+    assert "no call of the model was answered from a tree. Take log-probabilities" in line
 
 
 def test_rows_of_a_stream_are_not_looked_at(tmp_path):

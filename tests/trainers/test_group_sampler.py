@@ -139,3 +139,21 @@ def test_a_trainer_takes_its_batches_from_the_sampler_and_resumes_where_it_was(t
     resumed, again = recorded_trainer(str(tmp_path), ids, prompts)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert again == seen[16:]
+
+
+def test_rows_without_a_group_are_drawn_by_themselves_in_every_epoch():
+    rows = [{"task": "a" if k < 4 else None} for k in range(24)]
+    sampler = PrefixGroupSampler(rows, 4, key="task")
+    assert sorted(map(len, sampler.groups)) == [1] * 20 + [4]
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append([number for number in sampler if number >= 4])
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(4, 24)) and orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("values", [[[], [1, 2], [1, 3]], [[1, 2], None, [1, 3]], [None, [1, 2], [1, 3]]])
+def test_rows_without_tokens_are_groups_by_themselves(values):
+    groups = group_rows(values, 4)
+    (empty,) = [k for k, value in enumerate(values) if not value]
+    assert sorted(map(sorted, groups)) == sorted([[empty], [k for k in range(3) if k != empty]])

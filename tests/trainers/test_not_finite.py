@@ -10,6 +10,8 @@ import torch
 from safe_runs import SafeTrainer, StopAt, differences, make_trainer, make_tree_trainer, outcome, saved_steps
 from transformers import Trainer, TrainerCallback
 
+from treetrain.engine.ranks import Ranks
+
 
 def poisons(kind: type, steps: tuple[int, ...], value: float = math.nan) -> type:
     """A trainer whose gradient is not finite in some steps, although its loss is."""
@@ -205,3 +207,14 @@ def test_checkpoints_of_finite_weights_are_all_that_is_left_after_a_run_that_fai
 
     for path in folder.glob("checkpoint-*/model.safetensors"):
         assert all(bool(each.isfinite().all()) for each in load_file(path).values())
+
+
+def test_a_step_gathers_once_from_the_ranks_since_the_norm_is_the_same_on_all(tmp_path, monkeypatch) -> None:
+    gathered: list[object] = []
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: gathered.append(value) or [value])
+    counts = []
+    for steps in (2, 5):
+        gathered.clear()
+        make_trainer(tmp_path / str(steps), max_steps=steps).train()
+        counts.append(len(gathered))
+    assert counts[1] - counts[0] == 3

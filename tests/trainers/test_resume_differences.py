@@ -162,6 +162,10 @@ def test_rows_that_draw_random_numbers_are_not_compared_and_cost_the_run_none() 
 
     before = torch.get_rng_state()
     assert run_facts.facts_of_rows(Draws()) is None and torch.equal(before, torch.get_rng_state())
+    with pytest.raises(ArithmeticError), run_facts._random_state_kept():
+        torch.rand(3)
+        raise ArithmeticError
+    assert torch.equal(before, torch.get_rng_state())
     assert run_facts.facts_of_rows(iter([1])) is None and run_facts.facts_of_rows(None) is None
 
 

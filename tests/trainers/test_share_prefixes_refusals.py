@@ -1,5 +1,6 @@
 """Uses that cannot be exact are refused at the call; those that only the first step finds stop the training."""
 
+import gc
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from trainer_runs import BUILDERS, adapter, difference, make_scores_wrong, train
 from transformers import Trainer, TrainingArguments
 
@@ -43,10 +45,6 @@ def call_modules_otherwise(trainer, patch):
     patch.setattr(torch.nn.Module, "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs))
 
 
-def derive_from_an_unknown_trainer(trainer, patch):
-    trainer.__class__ = type("GKDTrainer", (type(trainer),), {"__module__": "trl.experimental.gkd"})
-
-
 SETTINGS = {
     "label_smoothing_factor": ("sft", 0.1),
     "neftune_noise_alpha": ("sft", 5.0),
@@ -65,7 +63,6 @@ SETTINGS = {
         ("plain", distribute_by_megatron, "distributed_type=MEGATRON_LM"),
         ("plain", compile_by_accelerate, "dynamo_backend: INDUCTOR"),
         ("plain", call_modules_otherwise, "does not call the _call_impl of a module"),
-        ("sft", derive_from_an_unknown_trainer, "GKDTrainer"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -279,3 +276,14 @@ def test_bfloat16_is_no_further_from_float32_than_without_shared_prefixes(tmp_pa
     ours, theirs = difference(shared, exact), difference(plain, exact)
     assert 1e-4 < ours.updates <= 1.5 * theirs.updates
     assert shared.logs[0]["tree/gradient_difference"] > 1e-4
+
+
+def test_a_trainer_that_is_gone_leaves_no_hook_on_optimizers(tmp_path, monkeypatch):
+    hooks = _global_optimizer_pre_hooks
+    trainer = BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    tt.share_prefixes(trainer)
+    before = len(hooks)
+    del trainer
+    gc.collect()
+    assert len(hooks) == before - 1

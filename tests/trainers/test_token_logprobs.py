@@ -18,6 +18,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Trainer
 
 import treetrain as tt
 from support.fsdp_on_cpus import needs_sharding_on_cpus
+from support.models import make_model
 from treetrain.testing.contract import DOUBLE, SINGLE
 
 ROWS = [
@@ -130,6 +131,23 @@ def test_scores_and_gradients_are_those_of_each_row_alone(budget, shape, labels,
     for ours, theirs in zip([x.detach() for x in found], expected):
         assert float((ours - theirs.detach()).abs().max()) <= bound * float(theirs.detach().abs().max())
     assert float((gradient(model) - wanted).norm() / wanted.norm()) <= bound
+
+
+@pytest.mark.parametrize("shape", ["left", "positions", "lengths"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "lfm2", "bamba", "qwen3_5_text"])
+def test_the_plain_model_sees_nothing_before_a_row(name, shape):
+    """Positions of these models count padding, or their layers run on from one packed row into the next."""
+    model = make_model(name)
+    batch = labelled(BATCHES[shape]())
+    expected = by_rows(model, batch, 1.3)
+    objective(*expected).backward()
+    wanted = gradient(model)
+    model.zero_grad()
+    found = tt.token_logprobs(model, batch, temperature=1.3, return_entropy=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    objective(*found).backward()
+    assert float((gradient(model) - wanted).norm() / wanted.norm()) <= SINGLE
 
 
 def own_trainer(model: Any, folder: Path, **settings: Any) -> Any:

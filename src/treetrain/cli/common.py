@@ -4,6 +4,7 @@ numpy, torch, transformers and rich are imported only where they are used, so th
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -175,7 +176,6 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
 
     The model determines the tokenizer, and the vocabulary size and length that rows must fit.
     """
-    from treetrain.data.files import write_file
     from treetrain.data.load import detect_format, load
     from treetrain.planning.make import parse_budget
 
@@ -205,9 +205,19 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     )
     notes = loaded.notes
     if loaded.skipped:
-        write_file(SKIPPED, "".join(line + "\n" for line in loaded.skipped))
-        notes = (*notes, f"the skipped records are listed in {SKIPPED}")
+        written = _written_anew(SKIPPED, "".join(line + "\n" for line in loaded.skipped))
+        notes = (*notes, f"the skipped records are listed in {written}")
     return ReadRows(loaded.trajectories, notes, loaded.format, None if kind.tokens else options.view, tokenizer)
+
+
+def _written_anew(name: str, text: str) -> Path:
+    """Write a file of this name, or with a number after it where there is one: that of another run stays."""
+    for number in itertools.count(1):
+        path = Path(name if number == 1 else f"{Path(name).stem}-{number}{Path(name).suffix}")
+        with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:  # nor is a link followed
+            file.write(text)
+            return path
+    raise AssertionError
 
 
 def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list[Trajectory]]":

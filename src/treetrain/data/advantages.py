@@ -50,6 +50,8 @@ def advantages_of_groups(
     """The advantage of every row, computed from `columns_of(rows)`; see `group_advantages`."""
     if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < np.inf:
         raise ValueError(f"group_advantages: eps is {eps!r}; give a finite number from 0")
+    if not rows:
+        return np.zeros(0)
     columns = columns_of(rows)
     for fact, lacking in (("reward", np.isnan(columns.reward)), ("group", columns.group < 0)):
         if lacking.any():

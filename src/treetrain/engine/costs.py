@@ -42,6 +42,8 @@ from treetrain.planning.devices import Device
 from treetrain.tree.layout import FULL, AttentionRange, pack
 from treetrain.tree.token_tree import build_tree
 
+TRANSIENT = (MemoryError, torch.OutOfMemoryError, OSError)
+"""Errors of a moment, after which a model may be counted again."""
 TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""
 CPU = torch.device("cpu")
@@ -90,10 +92,10 @@ def cost_of(model: nn.Module) -> CostModel:
 
 
 def cost_if_countable(model: nn.Module) -> CostModel | None:
-    """`cost_of` a model; None for one that cannot be counted."""
+    """`cost_of` a model; None for one that cannot be counted, or not now."""
     try:
         return cost_of(model)
-    except UnsupportedModel:
+    except (UnsupportedModel, *TRANSIENT):
         return None
 
 
@@ -142,7 +144,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
             forward = Meter(meter.shapes, flash=meter.flash)
             with forward, tallied(layers, forward), torch.no_grad():
                 _run(decoder, forward, tokens, recurrent=recurrent)
-    except UnsupportedModel:
+    except (UnsupportedModel, *TRANSIENT):
         raise
     except Exception as error:  # any error from tensors without data
         raise UnsupportedModel(

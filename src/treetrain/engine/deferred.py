@@ -29,6 +29,7 @@ _WITHOUT_VALUES = {
     *(Tensor.add_, Tensor.__iadd__),
 }
 """Functions that need no values of a deferred gradient, so that no tree has to run: its attributes, and sums."""
+_CONVERSIONS = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.cuda, Tensor.cpu}
 _ZEROES = {Tensor.zero_, torch._foreach_zero_}  # type: ignore[attr-defined]
 
 
@@ -63,6 +64,15 @@ class DeferredGradient(Tensor):
         for deferral in self.waits_for:
             raise RuntimeError(deferral.error)
 
+    def _moved(self, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> "DeferredGradient":
+        """What stands in ``.grad`` once `nn.Module.to` has moved the parameter, and moves its gradient next.
+
+        An error would leave the model half moved. What waits cannot run any more, and says so when it is needed.
+        """
+        moved = DeferredGradient(parameter, self.waits_for)
+        moved.beneath = None if self.beneath is None else convert(self.beneath)
+        return moved
+
     def drop(self) -> None:
         """Drop what waits and put zeros in its place."""
         self.waits_for.clear()
@@ -82,6 +92,18 @@ class DeferredGradient(Tensor):
         if func in _WITHOUT_VALUES and not any(isinstance(x, cls) for x in args[1:]):  # one may be added to another
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch._has_compatible_shallow_copy_type:  # type: ignore[attr-defined]
+            return False  # `Module.to` then sets ``.grad``, not its data
+        if func in _CONVERSIONS and isinstance(args[0], cls):
+            own, empty = args[0], torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+
+            def convert(gradient: Tensor) -> Tensor:
+                return func(gradient, *args[1:], **(kwargs or {}))
+
+            if convert(empty) is empty:
+                return own
+            if (p := own.parameter()) is not None and (p.dtype, p.device) != (own.dtype, own.device):
+                return own._moved(p, convert)
         if func in _ZEROES:
             for gradient in args if isinstance(args[0], Tensor) else args[0]:
                 if isinstance(gradient, DeferredGradient):
@@ -131,8 +153,10 @@ class Deferral:
         # No method of its own: a cycle would keep weak references to parameters, which then cannot move to a device.
         self.settle: Callable[[], None] = _leave_waiting
         """Called before the gradients are read, or an optimizer steps with them."""
+        self.at_end: Callable[[], None] = _leave_waiting
+        """Called when a backward that has reached the scores ends, if no other may follow it through the same graph."""
         self._parameters = [weakref.ref(p) for p in parameters if p.requires_grad]
-        self._backward = -1
+        self._backward, self._keeps_graph = -1, False
         _watch_optimizers()
 
     @property
@@ -140,14 +164,27 @@ class Deferral:
         """The parameters that will get gradients."""
         return [p for reference in self._parameters if (p := reference()) is not None]
 
-    def watch(self, leaf: Tensor) -> None:
-        """Defer the parameters' gradients when a backward ends in this leaf."""
-        leaf.register_post_accumulate_grad_hook(self._arrive)
+    def watch(self, leaves: Sequence[Tensor], *, refuse: bool) -> tuple[Tensor, ...]:
+        """Defer the parameters' gradients when a backward ends in these leaves.
+
+        Args:
+            refuse: raise an error where a backward asks for gradients of the parameters and not of the leaves, as
+                ``torch.autograd.grad(loss, parameters)`` does, which would get None for all of them.
+
+        Returns:
+            tensors with the leaves' values, to compute a loss from.
+        """
+        for leaf in leaves:
+            leaf.register_post_accumulate_grad_hook(self._arrive)
+        if not refuse:
+            return tuple(leaves)
+        return _Refuse.apply(self, len(leaves), *_Same.apply(*leaves), *self.parameters)  # type: ignore[misc]
 
     def _arrive(self, _leaf: Tensor) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._backward:  # once in a backward, at its end: autograd may still add to `.grad` itself
             self._backward = number
+            self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             Variable._execution_engine.queue_callback(self._defer)
 
     def _defer(self) -> None:
@@ -156,6 +193,9 @@ class Deferral:
             if not isinstance(p.grad, DeferredGradient):
                 p.grad = DeferredGradient(p)
             p.grad.waits_for[self] = None
+        if not self._keeps_graph:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.at_end()
 
     def waiting(self) -> list[nn.Parameter]:
         """The parameters whose gradients wait: what has arrived has neither been run through the tree nor dropped."""
@@ -185,6 +225,75 @@ class Deferral:
                 if gradient.waits_for:
                     # Passes may gather and release weights, and a released one has no shape of its own.
                     p.grad = gradient if gradient.shape == p.shape else DeferredGradient(p, gradient.waits_for)
+
+
+class _Same(torch.autograd.Function):
+    """The identity for several tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gradients
+
+
+class _Refuse(torch.autograd.Function):
+    """The identity for the outputs of `_Same`. Parameters are inputs too, so that autograd asks here for their gradients,
+    which only the tree's own backward has."""
+
+    @staticmethod
+    def forward(ctx: Any, deferral: Deferral, count: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.deferral = deferral
+        return tuple(value.clone() for value in values[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        same = ctx.next_functions[0][0]
+        if not torch._C._will_engine_execute_node(same):  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "gradients of the parameters alone were asked for (torch.autograd.grad, or backward(inputs=...)), but a "
+                "loss that is computed from a tree's scores has none before the tree's own backward: call "
+                "loss.backward() and read .grad (after scored.backward() where TreeEngine.score gave the scores), or "
+                "take tt.logprobs, through which torch.autograd.grad goes"
+            )
+        parameters = ctx.deferral.parameters
+        _call_hooks_for_gradients_alone([p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks])
+        return None, None, *gradients, *[None] * (len(ctx.next_functions) - len(gradients))
+
+
+def _call_hooks_for_gradients_alone(parameters: Sequence[nn.Parameter]) -> None:
+    """Until the running backward ends, call no hook of these parameters where autograd has no gradient for them.
+
+    Autograd calls hooks with None, or after nothing was accumulated, wherever a node had a parameter as its input.
+    """
+    before = []
+
+    def if_given(hook: Callable[..., object]) -> Callable[..., object]:
+        return lambda gradient: None if gradient is None else hook(gradient)
+
+    def if_accumulated(hook: Callable[..., object], grad: Tensor | None) -> Callable[..., object]:
+        version = None if grad is None else grad._version
+        return lambda p: hook(p) if p.grad is not grad or (grad is not None and grad._version != version) else None
+
+    for p in parameters:
+        for hooks, wrap in (
+            (p._backward_hooks, if_given),
+            (p._post_accumulate_grad_hooks, lambda hook, grad=p.grad: if_accumulated(hook, grad)),
+        ):
+            if hooks:
+                before.append((hooks, dict(hooks)))
+                hooks.update({key: wrap(hook) for key, hook in hooks.items()})
+
+    def restore() -> None:
+        for hooks, own in before:
+            hooks.update({key: hook for key, hook in own.items() if key in hooks})
+
+    if before:
+        Variable._execution_engine.queue_callback(restore)
 
 
 @cache

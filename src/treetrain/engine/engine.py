@@ -10,7 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar, cast
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ def unknown_named(init: F) -> F:
 
 def checked_temperature(value: float) -> float:
     """The temperature; raises ValueError unless it is above 0 and finite."""
-    if not 0 < value < float("inf"):
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or not 0 < float(value) < float("inf"):
         raise ValueError(f"temperature={value!r}: it divides the logits, so it must be above 0 and finite")
     return float(value)
 
@@ -318,6 +318,7 @@ class TreeEngine:
         if not any(p.requires_grad for p in self.prepared.parameters):
             raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
         self.sharing.check_hooks(self.prepared.parameters)
+        self._check_device()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
         predicted = predictions_of(tree, mask)
@@ -337,15 +338,30 @@ class TreeEngine:
                     f"nothing to train: the loss weights of all rows on all {ranks.data_size} ranks sum to 0 (entry 0 "
                     "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
                 )
-        whole = float(whole)
-        if not 0 < whole < float("inf"):
+        number = isinstance(whole, SupportsFloat) and not isinstance(whole, bool | str)
+        if not number or not 0 < float(whole) < float("inf"):
             raise ValueError(
-                f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
+                f"the normaliser is {whole!r}; a step's loss is divided by it, so it must be above 0 and finite"
             )
+        whole = float(whole)
         batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
         ranks.exchange(None)  # ranks with the same tokens may have different facts: one may fail here and others not
         model.free = self.sharing.agree_on_plan(ranks, batch.layout, model.free)
         return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
+
+    def _check_device(self) -> None:
+        """Refuse a model without weights, and a default device on which tensors would be made beside the model's."""
+        own, default = self.prepared.device, torch.get_default_device()
+        if own.type == "meta":
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} is on the meta device, which holds no weights: load them (from_pretrained), "
+                "or give it some (model.to_empty(device=...) and an initialisation)"
+            )
+        if default.type not in ("cpu", own.type):
+            raise ValueError(
+                f"the default device is {default} (with torch.device(...), or torch.set_default_device) and the model is "
+                f"on {own}: tensors would be made beside it. Call this outside of that block"
+            )
 
     def _check_tree(self, tree: TokenTree) -> None:
         """Raise DataError for rows that the model cannot read; count what their images need besides the parts."""
@@ -586,6 +602,7 @@ class TreeEngine:
                 self._check_live(name)
             if model.live:
                 self.sharing.check_hooks(self.prepared.parameters)
+            self._check_device()
             tree = self.tree_of(rows)
             self._check_tree(tree)
             reads: Batch | States

@@ -164,8 +164,9 @@ class ScoredModel:
         """Raise RuntimeError if a backward now would not match the scores that `call` gave."""
         if not torch.equal(self._weights, self._sums()):
             raise RuntimeError(
-                f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
-                "would belong to other weights: call backward first, or score again"
+                f"the model's weights have changed between {call} and its backward (by an optimiser step? or "
+                "did torch.func.functional_call put others in for a call?); gradients would belong to other weights: "
+                "call backward first, or score again"
             )
         now = self._read(ModelState.of(self._model.model, self._model.value_head))
         for at, then in self._before.items():
@@ -275,6 +276,8 @@ class EngineModel:
         """See `compiled_layers`."""
         self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""
+        self.undrawn: list[nn.Module] = []
+        """Adapters (LoHa, LoKr) that draw a random number in training mode although their dropout is 0."""
         self._cost: tuple[object, CostModel | None] = None, None
         self._frozen_layers: int | None = None
         self.device: torch.device
@@ -296,6 +299,8 @@ class EngineModel:
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost, self._frozen_layers = (None, None), None
+            modules = self.model.modules()
+            self.undrawn = [m for m in modules if {*vars(m).get("module_dropout", {0: 1}).values()} == {0.0}]
         self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
@@ -338,9 +343,14 @@ class EngineModel:
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
         key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
         if self._cost[0] != key:
-            from treetrain.engine.costs import cost_if_countable  # once for a model
+            from treetrain.engine.costs import TRANSIENT, cost_of  # once for a model
 
-            self._cost = key, cost_if_countable(self.model)
+            try:
+                self._cost = key, cost_of(self.model)
+            except UnsupportedModel:
+                self._cost = key, None
+            except TRANSIENT:
+                return None  # the next call counts again
         cost = self._cost[1]
         return replace(cost, beside=self.beside) if cost is not None and self.beside is not None else cost
 

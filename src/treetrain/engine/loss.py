@@ -12,11 +12,11 @@ import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from types import NoneType
-from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import torch
 from jaxtyping import Float
@@ -168,10 +168,11 @@ class Loss:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            value, allowed = getattr(self, option.name), get_args(option.type)
-            if option.type is bool and not isinstance(value, bool):
+            kind = _type_of(type(self), option)
+            value, allowed = getattr(self, option.name), get_args(kind)
+            if kind is bool and not isinstance(value, bool):
                 raise ValueError(f"{option.name} is {value!r}; allowed are True and False")
-            if get_origin(option.type) is Literal and value not in allowed:
+            if get_origin(kind) is Literal and value not in allowed:
                 choices = ", ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"{option.name} is {value!r}; allowed are {choices}")
             if "high" in option.metadata and not (value is None and NoneType in allowed):
@@ -296,6 +297,18 @@ class Loss:
         return self.packed(flat, joined(entropies), facts, joined(values))
 
 
+def _type_of(loss: type[Loss], option: Field[Any]) -> object:
+    """The type of an option, which is text in a file with ``from __future__ import annotations``."""
+    if not isinstance(option.type, str):
+        return option.type
+    owner = next(kind for kind in loss.__mro__ if option.name in vars(kind).get("__annotations__", {}))
+    alone = type("Option", (), {"__annotations__": {option.name: option.type}, "__module__": owner.__module__})
+    try:
+        return get_type_hints(alone)[option.name]
+    except NameError:  # a name that only type checkers know
+        return option.type
+
+
 def _check_number(name: str, value: object, *, high: float, positive: bool) -> None:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if 0 <= number <= high and not (positive and number == 0):
@@ -381,8 +394,6 @@ def as_loss(loss: object, normaliser: float | None = None) -> Loss:
     Raises:
         TypeError: it cannot be called as a loss; the message says what to do.
     """
-    if isinstance(loss, Loss):
-        return loss
     if isinstance(loss, str):
         raise TypeError(f"loss={loss!r} is a name; pass tt.losses.by_name({loss!r}), or the factory's: tt.losses.sft()")
     if isinstance(loss, Tensor):
@@ -395,15 +406,21 @@ def as_loss(loss: object, normaliser: float | None = None) -> Loss:
         raise TypeError(f"loss is the class {name}; pass an instance of it, {name}()")
     if not callable(loss):
         raise TypeError(f"loss is {loss!r}, which cannot be called; {PROTOCOL}")
-    unknown = [need for need in _stated_needs(loss) if need not in NEEDS]
+    needs = getattr(loss, "needs", ("logprobs",))
+    if isinstance(needs, str) or not isinstance(needs, Iterable):
+        raise TypeError(f"loss {name} has needs {needs!r}; give a tuple of names from {', '.join(NEEDS)}")
+    unknown = [need for need in needs if need not in NEEDS]
     if unknown:
         raise TypeError(f"loss {name} needs {unknown[0]!r}; a loss may need {', '.join(NEEDS)}")
-    _check_arguments(loss, name)
+    if not isinstance(loss, Loss):
+        _check_arguments(loss, name)
     if getattr(loss, "scope", "trajectory") not in ("trajectory", "batch"):
         raise TypeError(
             f"loss {name} has scope {loss.scope!r}; give 'trajectory', to be called with one row, or 'batch', to be "
             "called once with lists of all rows"
         )
+    if isinstance(loss, Loss):
+        return loss
     if normaliser is None and not callable(getattr(loss, "normaliser", None)):
         raise TypeError(
             f"loss {name} has no normaliser(trajectories), the number above 0 that the step's sum is divided by; give "

@@ -1,7 +1,7 @@
 """Runs parts on a Hugging Face model in tree mode, with its own top-level forward and its head scoring the edges."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -162,7 +162,15 @@ class ModelPasses:
         layout = DeviceLayout(model_pass.arrays, self.device)
         run = TreeRun(model_pass.attention, len(layout.input_ids), layout.positions, model_pass.extras)
         with scoring_head(capabilities, layout.edges, model_pass.request) as calls, self._live_inputs(part):
-            outputs = self.call(layout, run, model_pass.keywords)
+            try:
+                outputs = self.call(layout, run, model_pass.keywords)
+            except IndexError as error:
+                if not calls:
+                    raise
+                raise UnsupportedModel(
+                    f"{type(model).__name__} reads or changes logits after its head, in its forward or in a hook "
+                    f"({error}): on a tree the head gives log-probabilities in their place. Leave it out"
+                ) from error
         self.check_layers(run)
         check_head(model, capabilities, calls, outputs.logits)
         self.counts.attention.update(attention.calls)
@@ -205,7 +213,11 @@ class ModelPasses:
         # Accelerate wraps a model's forward in one autocast object, which stores the state to restore. A call of the
         # engine within a call of the model would enter that object twice, and autocast would stay on for good.
         inner = vars(model).get("_original_forward") if torch.is_autocast_enabled(device.type) else None
-        with nullcontext() if inner is None else replaced(model, forward=inner):
+        with ExitStack() as stack:
+            if inner is not None:
+                stack.enter_context(replaced(model, forward=inner))
+            for module in self._model.undrawn:
+                stack.enter_context(replaced(module, training=False))
             outputs = model(
                 input_ids=layout.input_ids.unsqueeze(0),
                 use_cache=False,

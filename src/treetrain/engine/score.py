@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -235,7 +235,7 @@ class States(NamedTuple):
 class Scored:
     """Scores of a batch, to compute a loss from; made by `TreeEngine.score`.
 
-    The tensors are leaves. Call ``backward`` on a loss that is computed from them, then `backward` here. Until then
+    Autograd ends in the tensors. Call ``backward`` on a loss that is computed from them, then `backward` here. Until then
     ``.grad`` of the parameters is a `DeferredGradient`: an optimizer that steps, or code that reads it, gets an error.
     """
 
@@ -289,10 +289,9 @@ class Scored:
 
         def leaves(kind: str, scores: Iterable[Tensor]) -> tuple[Tensor, ...]:
             self._leaves[kind] = tuple(x.detach().clone().requires_grad_(self.live) for x in scores)
-            if self.live:
-                for leaf in self._leaves[kind]:
-                    self.deferral.watch(leaf)
-            return self._leaves[kind]
+            if not self.live or not self._leaves[kind]:
+                return self._leaves[kind]
+            return self.deferral.watch(self._leaves[kind], refuse=engine.sharing.ranks.alone)
 
         self.aux_loss = None
         if scoring.added_loss is not None and scoring.added_loss.adds:
@@ -342,6 +341,16 @@ class Scored:
         kinds = "logprobs", "entropies", "values", "aux_loss"
         return [leaf for kind in kinds for leaf in self._leaves.get(kind, ())]
 
+    @property
+    def model_has_changed(self) -> bool:
+        """Whether weights, buffers, adapters or settings are others than when it scored."""
+        try:
+            if self._model is not None:
+                self._model.check(self._name)
+        except RuntimeError:
+            return True
+        return False
+
     def drop_gradients(self) -> None:
         """Forget the gradients that the leaves have received."""
         self.deferral.arrived = False
@@ -353,6 +362,12 @@ class Scored:
         self.drop_gradients()
         for leaf in self.leaves:
             leaf.grad = torch.zeros_like(leaf)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"what {self._name} gave cannot be copied or pickled: it holds graphs of the model, and runs backward once. "
+            "Score the rows again; numbers to keep are [row.detach().clone() for row in scored.logprobs]"
+        )
 
     def backward(self, *, sync: bool = True) -> None:
         """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
@@ -374,7 +389,17 @@ class Scored:
             ranks.same({"sync": sync})  # every rank has checked its own before any of them starts
             with self.deferral.lifted(), Rollback(engine.parameters, sharing) as rollback:
                 self._spent = True
-                self._scoring.backward(*gradients, "each" if sync else "never", rollback)
+                try:
+                    self._scoring.backward(*gradients, "each" if sync else "never", rollback)
+                except RuntimeError as error:
+                    if "through the graph a second time" not in str(error):
+                        raise
+                    raise RuntimeError(
+                        f"a backward has gone through the graphs of {self._name}'s tree before its own: something "
+                        "within the model, such as a forward hook that keeps activations for a penalty, is part of the "
+                        "loss. On a tree it has the tokens of the tree, not those of rows, and no gradient: leave it "
+                        "out, or train without shared prefixes"
+                    ) from error
                 ranks.exchange(None)  # all of them roll back if one has failed
         if sync:
             sharing.average_gradients(engine.parameters)
@@ -389,7 +414,9 @@ class Scored:
         if self._spent:
             raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
         self._model.check(name)
-        if any(x.numel() for x in self.leaves) and all(x.grad is None for x in self.leaves):
+        # A rank without rows has the routers' auxiliary loss alone, which its loss may leave out.
+        of_rows = any(x.numel() for kind, leaves in self._leaves.items() if kind != "aux_loss" for x in leaves)
+        if of_rows and all(x.grad is None for x in self.leaves):
             raise RuntimeError(
                 "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "
                 "it first"

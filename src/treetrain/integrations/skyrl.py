@@ -98,7 +98,8 @@ class ScoresOfRows:
                 self._places[key] = len(rows)
                 rows.append(ids[real])
                 masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - actions)
-        with torch.autocast(device_type="cuda", dtype=torch.bfloat16):  # as around SkyRL's own calls
+        device = engine.prepared.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # as around SkyRL's own calls
             self.scored = engine.score(rows, entropies=entropies, mask=masks)
 
     def train(self) -> None:

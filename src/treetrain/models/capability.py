@@ -184,6 +184,12 @@ def users_head(head: nn.Module) -> ScalarHead:
     return ScalarHead(module=head, is_models_own=False, labels=None)
 
 
+def _vocabulary(lm: nn.Module, config: PreTrainedConfig) -> int:
+    """Tokens that the model can embed: the configuration may name more."""
+    embedded = getattr(lm.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
+    return min(config.vocab_size, embedded or config.vocab_size)
+
+
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether a head is exactly an ``nn.Linear``, or the class that FSDP2 makes of an ``nn.Linear`` that it shards."""
     kind = type(head)
@@ -363,7 +369,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
     experts = check_experts(lm, text)
     return Capabilities(
         layers=text.num_hidden_layers + sum(LAYER_KINDS[kind] - 1 for kind in kinds),
-        vocab_size=text.vocab_size,
+        vocab_size=_vocabulary(lm, text),
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
         head_is_linear=is_plain_linear(head),
@@ -390,7 +396,7 @@ def head_capabilities(model: nn.Module) -> Capabilities:
     text = _text_config(lm.config)
     return Capabilities(
         layers=text.num_hidden_layers,
-        vocab_size=text.vocab_size,
+        vocab_size=_vocabulary(lm, text),
         max_positions=None,
         head=head,
         head_is_linear=is_plain_linear(head),

@@ -229,6 +229,14 @@ def rows_of(kwargs: ModelInputs, *, rewards: bool = False, model: nn.Module | No
     if "tree_kv_index" in kwargs:
         return _rows_of_packed_tree(kwargs)
     ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    for name, own in (("input_ids", ids), ("attention_mask", mask)):
+        if own is not None and (not isinstance(own, Tensor) or own.dim() != 2):
+            shape = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else f"type {type(own).__name__}"
+            raise DataError(
+                f"{name} of the batch has {shape}; rows are read from [B, L], with 0 in attention_mask at padding. "
+                "Packed rows have position_ids that begin at 0 in each of them, in place of a mask that says which "
+                "token sees which"
+            )
     if mask is None and positions is None and (bounds := kwargs.get("cu_seq_lens_q")) is not None:
         positions = positions_between(bounds, ids)
     if mask is None and positions is not None:
@@ -323,6 +331,30 @@ def _images_of(
     return [images[end - count : end] for end, count in zip(ends, counts)], token
 
 
+def with_labels(kwargs: ModelInputs) -> ModelInputs:
+    """The arguments of a call with ``labels`` in place of ``shift_labels``, which models read instead if both are there.
+
+    Raises:
+        DataError: ``shift_labels`` of another shape than the ids, or with a label for the token after the last column.
+    """
+    shifted = kwargs.get("shift_labels")
+    if shifted is None or TREE_INDEX[0] in kwargs:
+        return kwargs
+    ids = kwargs["input_ids"]
+    if shifted.shape != ids.shape:
+        raise DataError(
+            f"shift_labels has shape {tuple(shifted.shape)} and input_ids {tuple(ids.shape)}; both must be [B, L]"
+        )
+    if bool((shifted[:, -1:] != IGNORED).any()):
+        row = int((shifted[:, -1] != IGNORED).nonzero()[0])
+        raise DataError(
+            f"row {row} of the batch has {int(shifted[row, -1])} in the last column of shift_labels, whose next token "
+            f"is not in the batch; set it to {IGNORED}"
+        )
+    others = {name: value for name, value in kwargs.items() if name != "shift_labels"}
+    return others | {"labels": nn.functional.pad(shifted[:, :-1], (1, 0), value=IGNORED)}
+
+
 def positions_between(bounds: Integer[Tensor, " _"], input_ids: Integer[Tensor, "B T"]) -> Integer[Tensor, "1 T"]:
     """The positions of packed rows whose bounds are given, as the cu_seq_lens of flash attention give them.
 
@@ -374,7 +406,8 @@ def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
         return {"input_ids": ids, "attention_mask": mask, "labels": labels} | images
     if "input_ids" not in batch:
         return None
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids", "labels") if name in batch}
+    names = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
+    inputs = with_labels({name: batch[name] for name in names if name in batch})
     if "labels" not in inputs and "completion_mask" in batch:  # DPO and KTO
         inputs["labels"] = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
     return inputs | images

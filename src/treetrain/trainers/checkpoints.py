@@ -322,7 +322,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         norm: Any = super()._get_grad_norm(model, grad_norm)
         if self.accelerator.scaler is None:  # a scaler of float16 does this itself
             whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            skip = any(self._ranks.gather(not math.isfinite(whole)))
+            skip = not math.isfinite(whole)  # on all ranks, which have the norm of the same gradients
             self.optimizer._is_overflow = skip  # accelerate's own mark of a skipped step: no schedule step follows
             self.skipped_steps.count(skip)
             if skip:

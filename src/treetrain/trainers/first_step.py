@@ -186,9 +186,13 @@ class FirstStep:
 
     def _run_plain(self) -> None:
         """Call the plain model, on the batch or on each row by itself, and run its backward."""
-        if not self._alone:
+        if self._alone:
+            self._run_plain_on_rows()
+        else:
             self._backward_of_plain(self._call(self.batch))
-            return
+
+    def _run_plain_on_rows(self) -> None:
+        """The same for each row by itself."""
         found, losses = [], []
         for k, batch in enumerate(self._batches_alone()):
             output, objective = self._call(batch), None
@@ -314,17 +318,24 @@ class FirstStep:
             RuntimeError: they differ by more than rounding.
         """
         model, plain_scores = self._engine.model, self._plain_scores
-        dtype = compute_dtype(model, self.device)
+        # Adapters may be narrower than their base (QLoRA), and then they compute in their own dtype.
+        dtypes = {compute_dtype(model, self.device), *(p.dtype for p in self._parameters)}
+        dtype = max(dtypes, key=lambda each: _limit(LIMITS, each))
         differences = [self._difference(answer, dtype) for answer in self._answers]
         tf32 = dtype is torch.float32 and self.device.type == "cuda"
         tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
         limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
         differs = not all(each.scores <= limit for each in differences)  # also true of NaN
+        turned = not differs and not all(_gradients_agree(each, limit) for each in differences)
+        asks_which = repeatable and not self._alone
+        ranks = self._ranks.exchange((differs, turned)) if asks_which else []
         why = ""
-        if repeatable and not self._alone and any(self._ranks.exchange(differs)):
+        if any(theirs for theirs, _ in ranks):
             why = self._which_is_right(limit)
-        elif differs:
-            why = self._why_scores_differ()
+        elif any(theirs for _, theirs in ranks):
+            why = self._whose_gradients_are_right(limit)
+        elif differs or turned:
+            why = self._why_they_differ()
         if plain_scores is not None and not bool(plain_scores.isfinite().all()):
             weight = next((name for what, name in not_finite(model) if what == "weights"), None)
             why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
@@ -354,8 +365,8 @@ class FirstStep:
             losses=None if loss is None or answer.loss is None else (float(loss), float(answer.loss)),
         )
 
-    def _why_scores_differ(self) -> str:
-        """Say why scores differ where the plain model was not called on each row by itself, or only so."""
+    def _why_they_differ(self) -> str:
+        """Say why both sides differ where the plain model was not called on each row by itself, or only so."""
         if self._alone:
             return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {REPORT}"
         why, change = _layout_of(self.batch, self._rows)
@@ -364,13 +375,34 @@ class FirstStep:
     def _which_is_right(self, limit: float) -> str:
         """Say which of both sides is right, by each row by itself, why, and what to do."""
         assert self._plain_scores is not None  # without them nothing differs
-        why, change = _layout_of(self.batch, self._rows)
         with torch.no_grad():
             batches = self._batches_alone()
             own = [self._scores_of(self._call(batch), batch).flatten() for batch in batches][: self._count]
         alone = self._as_batch(own)
         tree = max(relative_error([answer.scores.reshape(alone.shape)], [alone]) for answer in self._answers)
         batch = relative_error([self._plain_scores.reshape(alone.shape)], [alone])
+        return self._verdict(tree, batch, limit)
+
+    def _whose_gradients_are_right(self, limit: float) -> str:
+        """The same where scores agree and gradients do not, as where a norm follows the rotary embedding."""
+        with sketched(self._parameters, self._size, streamed=True) as alone:
+            self._run_plain_on_rows()
+        names = [self._names[p] for p in self._parameters]
+        dtype = compute_dtype(self._engine.model, self.device)
+
+        def distance(own: Sequence[Tensor]) -> float:
+            return max(relative_error(own, alone), _worst_kind(names, own, alone, dtype)[0] / KIND_LIMIT)
+
+        tree = max(distance(answer.gradients) for answer in self._answers)
+        return self._verdict(tree, distance(self._plain_gradients), limit)
+
+    def _verdict(self, tree: float, batch: float, limit: float) -> str:
+        """Say which side is right.
+
+        Args:
+            tree, batch: how far the tree and the plain model on the batch are from each row by itself.
+        """
+        why, change = _layout_of(self.batch, self._rows)
         if tree <= limit and not batch <= limit:
             return (
                 f"Shared prefixes are right: they give what each row gives by itself (to {tree:.1e}). The trainer's "
@@ -461,6 +493,10 @@ def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
     return limits.get(dtype, limits[torch.bfloat16])
 
 
+def _gradients_agree(difference: Difference, limit: float) -> bool:
+    return difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit
+
+
 def _judged(difference: Difference, why: str, rows: str, dtype: torch.dtype, limit: float, loss_limit: float) -> str:
     """One sentence that says how far apart they are.
 
@@ -485,11 +521,11 @@ def _judged(difference: Difference, why: str, rows: str, dtype: torch.dtype, lim
                 "that a forward adds, or an adapter's regularisation (AdaLoRA): remove it, train without "
                 "share_prefixes, or use tt.TreeTrainer with a loss of your own"
             )
-    if not (difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit):
+    if not _gradients_agree(difference, limit):
         raise RuntimeError(
             f"first step, {rows}: gradients of the plain model and with shared prefixes differ by "
-            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. Train "
-            "without share_prefixes and report this model, or pass check=False if such a difference is expected"
+            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. {why}. "
+            "check=False does not compare"
         )
     return (
         f"{rows} of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "

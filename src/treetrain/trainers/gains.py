@@ -15,7 +15,7 @@ from transformers import Trainer
 from treetrain.data.trajectory import common_prefix
 from treetrain.errors import DataError
 from treetrain.planning.cost import CostModel
-from treetrain.trainers.batches import ModelInputs, rows_of
+from treetrain.trainers.batches import ModelInputs, model_inputs, rows_of
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree, build_tree
 
@@ -129,8 +129,9 @@ class Gains:
         """After the first steps print what they gained, and warn once if much more could be gained."""
         self._steps += 1
         if self._steps == STEPS and self._trainer.accelerator.is_local_main_process:
-            print(self.line)
-            if (advice := self._advice()) is not None:
+            advice = self._advice()
+            print(f"{self.line}{self._hint() if advice is None else ''}")
+            if advice is not None:
                 warnings.warn(f"{self.line} {advice}", stacklevel=2)
         if self._steps == STEPS:
             self._untreed = []
@@ -140,15 +141,40 @@ class Gains:
         """A sentence with the gain of the first steps."""
         first = self._first
         computed, flat = first["computed"], first["flat"]
-        text = f"share_prefixes: in the first {STEPS} steps {computed:,} of {flat:,} tokens were computed"
         if not computed:
-            return text + "."
+            return f"share_prefixes: in the first {STEPS} steps no call of the model was answered from a tree."
+        text = f"share_prefixes: in the first {STEPS} steps {computed:,} of {flat:,} tokens were computed"
         text += f", {flat / computed:.1f} times fewer, in {first['parts'] / first['trees']:.1f} parts a tree"
         if first["tree_flops"]:
             text += f"; {first['row_flops'] / first['tree_flops']:.1f} times as fast by FLOPs"
         if self._measured is not None:
-            text += f", {self._measured:.1f} measured (which can be more: rows by themselves also pay for small calls)"
+            text += f", {self._measured:.1f} measured"
+            if first["tree_flops"] and self._measured > first["row_flops"] / first["tree_flops"]:
+                text += " (which can be more: rows by themselves also pay for small calls)"
         return text + "."
+
+    def _hint(self) -> str:
+        """Say what to do if nothing is gained and no advice would help; nothing otherwise."""
+        first = self._first
+        if not first["computed"]:
+            return (
+                " Take log-probabilities in the loss (tt.token_logprobs(model, inputs)), give a plain Trainer labels, "
+                "or leave share_prefixes out."
+            )
+        if self._overlap < LITTLE / 10:
+            return " The rows of a step have no prefixes in common: leave share_prefixes out for such data."
+        if self._measured is not None and self._measured < 1:
+            more = "a larger budget or " if first["parts"] > first["trees"] else ""
+            return (
+                f" That is slower than without, as small steps are: try {more}more rows in a step "
+                "(per_device_train_batch_size, gradient_accumulation_steps), or leave share_prefixes out."
+            )
+        return ""
+
+    @property
+    def _overlap(self) -> float:
+        """The share of tokens that the first steps did not compute."""
+        return 1 - self._first["unique"] / max(self._first["flat"], 1)
 
     def _advice(self) -> str | None:
         """Say what to change in order to share much more; None if nothing would help."""
@@ -160,7 +186,15 @@ class Gains:
                 f"of their {loose:,} tokens {1 - tree.num_tokens / loose:.0%} could be shared. Take "
                 "log-probabilities, those of the labels if the batch has labels: tt.token_logprobs(model, inputs)"
             )
-        overlap = 1 - first["unique"] / max(first["flat"], 1)
+        overlap = self._overlap
+        if (generation := self._generation()) > overlap + LITTLE:
+            args: Any = self._trainer.args
+            each, steps = args.steps_per_generation, args.gradient_accumulation_steps
+            return (
+                f"A generation of {each} micro-batches is trained in steps of {steps}, each with a random part of every "
+                f"group: {generation:.0%} of its tokens could be shared. Set gradient_accumulation_steps={each}, or "
+                f"steps_per_generation={steps} with whole groups in a step"
+            )
         if (
             overlap >= LITTLE
             or hasattr(self._trainer, "num_generations")
@@ -174,6 +208,15 @@ class Gains:
             f"Rows with common prefixes are in different steps: {possible:.0%} of the tokens in {key} could be shared. "
             f'Before share_prefixes(trainer), add: tt.group_batches(trainer, key="{key}")'
         )
+
+    def _generation(self) -> float:
+        """The share of tokens that one step over a whole generation would save, if it takes several; else 0."""
+        args, buffered = self._trainer.args, getattr(self._trainer, "_buffered_inputs", None)
+        if not buffered or getattr(args, "steps_per_generation", 0) <= args.gradient_accumulation_steps:
+            return 0.0
+        calls = [call for call in map(model_inputs, buffered) if call is not None]
+        tree = build_tree([row for call in calls for row in rows_of(call, rewards=True).ids])
+        return 1 - tree.num_tokens / max(tree.num_flat_tokens, 1)
 
     def _possible(self) -> tuple[str, float]:
         """Return a column of token ids, and the share of its tokens that grouping rows by prefix would save."""

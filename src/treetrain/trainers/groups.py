@@ -60,14 +60,18 @@ def group_rows(values: Sequence[Any], most: int) -> list[RowNumbers]:
     """Row numbers of every group.
 
     Args:
-        values: one for each row: token ids, or anything hashable.
+        values: one for each row: token ids, or anything hashable; rows whose value is None are groups by themselves.
         most: rows of an optimizer step; a tree of more rows is cut at its forks.
     """
     if len(values) == 0:
         raise DataError("the data set has no rows")
-    if np.ndim(values[0]) != 1 or not np.issubdtype(np.asarray(values[0]).dtype, np.integer):
-        return _by_label(codes_of(values))
-    ids = [np.asarray(value) for value in values]
+    some = next((value for value in values if value is not None and np.size(value)), None)
+    if np.ndim(some) != 1 or not np.issubdtype(np.asarray(some).dtype, np.integer):
+        codes = codes_of(None if isinstance(value, list | np.ndarray) and not len(value) else value for value in values)
+        alone = np.flatnonzero(codes < 0)  # a row that belongs to no group is one by itself
+        codes[alone] = codes.max(initial=-1) + 1 + np.arange(len(alone))
+        return _by_label(codes)
+    ids = [np.asarray([] if value is None else value, np.int64) for value in values]
     order, shared = np.array(list(sorted_by_prefix(list(range(len(ids))), ids.__getitem__)), np.int64).T
     length = np.array([len(ids[number]) for number in order], np.int64)
     return [order[low:high] for low, high in cut_trees(shared, length, np.ones_like(length), most)]
@@ -184,7 +188,8 @@ class PrefixGroupSampler(Sampler[int]):
         dataset: rows; a `datasets.Dataset`, or any sequence of mappings.
         batch_size: rows of a micro-batch on one process, `per_device_train_batch_size`.
         key: a column, or a function of a row. Token ids (a list of integers) group rows by their longest common
-            prefixes; anything else groups rows of equal value, such as the name of a task.
+            prefixes; anything else groups rows of equal value, such as the name of a task. A row whose value is None, or
+            without tokens, is a group by itself.
         accumulation: micro-batches of an optimizer step, `gradient_accumulation_steps`.
         processes: how many processes share a step.
         seed: the seed of the order.

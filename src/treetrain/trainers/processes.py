@@ -7,6 +7,7 @@ file of its own (`sharded_processes.py` has FSDP2).
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -66,13 +67,17 @@ class Processes:
         """Inside the block the plain model and a tree run backward, and their gradients are compared."""
         return nullcontext()
 
-    def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
+    def scored(self, scored: Scored, settle: Callable[..., None]) -> None:
         """A tree was scored for training.
 
         Args:
             settle: runs the gradients that wait through their trees; for code that reads ``.grad`` before.
         """
         scored.deferral.settle = settle
+        # In one process a tree of one micro-batch runs within the trainer's own backward: the weights may be others
+        # after it (FGM, AWP, SAM, weight noise). Several average its gradients when these are read.
+        if self.accelerator.num_processes == 1:
+            scored.deferral.at_end = partial(settle, everything=False, last=False)
 
     def settle(self, engine: TreeEngine, steps: StepScores, *, everything: bool, last: bool) -> list[Scored]:
         """Run gradients that wait through their trees; returns the `Scored` of these trees.

@@ -107,10 +107,12 @@ def _random_state_kept() -> Iterator[None]:
     # Not `torch.random.fork_rng`, which would take memory on every GPU of the host.
     before, torch_before = random.getstate(), torch.get_rng_state()
     numpy_before = np.random.get_state()  # noqa: NPY002
-    yield
-    random.setstate(before)
-    torch.set_rng_state(torch_before)
-    np.random.set_state(numpy_before)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        torch.set_rng_state(torch_before)
+        np.random.set_state(numpy_before)  # noqa: NPY002
 
 
 def _counts(name: str) -> bool:

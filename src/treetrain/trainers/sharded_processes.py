@@ -64,7 +64,7 @@ class ShardedProcesses(Processes):
     def comparison(self, model: nn.Module) -> AbstractContextManager[None]:
         return reduced_at_once(model)  # FSDP2 puts gradients into .grad only when it reduces them
 
-    def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
+    def scored(self, scored: Scored, settle: Callable[..., None]) -> None:
         scored.deferral.error = (
             "weights are sharded, so the gradients of a step run through its trees after the last micro-batch, on all "
             "ranks together: read or change .grad after that (on_pre_optimizer_step)"

@@ -14,14 +14,14 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutput
 
 from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.engine.engine import TreeEngine
@@ -30,7 +30,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
-from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of
+from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of, with_labels
 from treetrain.trainers.step_scores import StepScores, TreeScores
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ MEDIA = ("pixel_", "image_", "video_", "input_features", "audio_")
 FUSED_SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 FUSED_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """The settings of TRL's `add_fused_lm_head`, and the values of each token that it may compute."""
-_FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
-OUTPUT_KIND_OF_TRAINER: dict[str, OutputKind] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
-"""What each TRL trainer reads of its model's output, by class name."""
+FUSED_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
+"""TRL's trainers whose models must have its fused head. Others are taken by what their models have."""
 SCORES, OUTPUT, LATER = "the scores of labels", "its output", "an output without labels"
 """What a call may ask a model for: scores, which trees answer; what its own forward returns; or, in a loss of the
 user's own, an output that may still be asked for log-probabilities (`TreeOutput`)."""
@@ -81,9 +80,9 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
     share prefixes, across micro-batches; `PrefixGroupSampler` brings such rows together.
 
     Args:
-        trainer: a `transformers.Trainer` with a causal LM, or an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`,
-            `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer` or `AsyncGRPOTrainer` of TRL, after construction and before
-            ``train()``.
+        trainer: a `transformers.Trainer` with a causal LM, or one of TRL that takes rewards or log-probabilities of
+            its fused head: `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer`,
+            `AsyncGRPOTrainer` and their subclasses; after construction and before ``train()``.
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory above model, gradients and
             optimiser state; None uses the memory that is free.
         check: compare a few rows of the first training batch with the model's plain forward and backward, log the
@@ -195,9 +194,7 @@ class FusedHead(NamedTuple):
 
         from treetrain.trainers.relied_on import TESTED
 
-        forward = causal_lm(model).forward
-        while forward is not None and not _is_fused(forward):
-            forward = getattr(forward, "__wrapped__", None)
+        forward = _fused_forward(model)
         if forward is None:
             raise ValueError(
                 f"trl {trl.__version__} does not give its model the fused head by which trainers of TRL "
@@ -222,6 +219,14 @@ def _is_fused(forward: object) -> bool:
     """Whether this is the forward that TRL's `add_fused_lm_head` installs."""
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return {*FUSED_SETTINGS} <= {*getattr(code, "co_freevars", ())}
+
+
+def _fused_forward(model: nn.Module) -> object | None:
+    """The forward that TRL's `add_fused_lm_head` has installed beneath others; None if it has not."""
+    forward = causal_lm(model).forward
+    while forward is not None and not _is_fused(forward):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward
 
 
 class PrefixSharing:
@@ -274,7 +279,8 @@ class PrefixSharing:
             warn_if_untested(package)
         if trainer.accelerator.num_processes > 1:
             before = _weakly(self._before_step)
-            register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
+            hook = register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
+            weakref.finalize(self, hook.remove)
 
     def _engine(self, model: nn.Module, head: FusedHead) -> TreeEngine:
         key = (self.processes.engine_key(model), head.temperature)
@@ -304,7 +310,16 @@ class PrefixSharing:
             self._compare_settings(model)
         self.processes.begin(model, self._settle)
         with step.micro_batch():
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "through the graph a second time" in str(error):
+                    error.add_note(
+                        "share_prefixes: if a forward hook keeps activations for a penalty, the loss holds graphs of "
+                        "the tree and of the first step's comparison, and no activations of rows: leave it out, or "
+                        "train without share_prefixes"
+                    )
+                raise
         self.steps.drop_failed()
         last = self.trainer.accelerator.sync_gradients
         self.settle(everything=last, last=last)
@@ -390,7 +405,11 @@ class PrefixSharing:
         model, plain, head = forward.module, forward.plain, forward.head
         gradients = torch.is_grad_enabled()
         if self.in_loss and self.output_kind == "loss" and args:
-            names = list(inspect.signature(type(model).forward).parameters)[1:]
+            # A PeftModel without a task takes any arguments and hands them on.
+            kinds = (type(model), type(causal_lm(model)))
+            parameters = [list(inspect.signature(kind.forward).parameters.values())[1:] for kind in kinds]
+            own = next((each for each in parameters if each and each[0].kind is each[0].POSITIONAL_OR_KEYWORD), [])
+            names = [each.name for each in own]
             args, kwargs = (), dict(zip(names, args)) | kwargs
         if RUN_KEYWORD in kwargs:
             return plain(*args, **kwargs)
@@ -405,15 +424,16 @@ class PrefixSharing:
         )
         training = gradients and any(p.requires_grad for p in model.parameters())
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
-        ranks = engine.sharing.passes_with
+        ranks, asked = engine.sharing.passes_with, kwargs
         with ranks.together("the model's call"):
             asks = _agreed(ranks, asks, odd=bool(unknown))
             if asks == SCORES:
                 if unknown:
                     raise refused_arguments(unknown)
+                kwargs = with_labels(kwargs)
                 rows = self._rows_of(kwargs)
         if asks == LATER:
-            return TreeOutput(forward, kwargs)
+            return TreeOutput(forward, {name: value for name, value in kwargs.items() if name != "shift_labels"})
         if asks == OUTPUT:
             if self.in_loss and gradients and not args:
                 self.gains.add_call(kwargs)
@@ -423,7 +443,12 @@ class PrefixSharing:
                 self._check_first_step(forward, head, rows, kwargs, self.output_kind)
             with self._balanced(model, kwargs) as balanced:
                 scores, own = self._scored(engine, model, head, rows, training, balanced=balanced)
-            return self._output(forward, engine, scores, own, rows, kwargs)
+            output = self._output(forward, engine, scores, own, rows, kwargs)
+        if self.output_kind == "fused" and kwargs is not asked:  # with a column for what follows the last token
+            for name in (*FUSED_OUTPUTS, "label_mask"):
+                if (value := getattr(output, name)) is not None:
+                    setattr(output, name, nn.functional.pad(value, (0, 1)))
+        return output
 
     def token_logprobs(
         self, forward: "TreeForward", inputs: ModelInputs, temperature: float, *, entropy: bool
@@ -676,6 +701,11 @@ class TreeForward(OwnForward):
         """Log-probabilities of a batch from a tree, and entropies; see `treetrain.token_logprobs`."""
         return self._sharing.token_logprobs(self, inputs, temperature, entropy=entropy)
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether this process runs passes of the model by itself."""
+        return self._sharing.steps.ranks.alone
+
     def refusal(self, name: str) -> str:
         """Say what to write in place of a read of the model's output."""
         return self._sharing.refusal(name)
@@ -689,7 +719,8 @@ class TreeForward(OwnForward):
 class TreeOutput:
     """The output of a call of a plain Trainer's model, which a tree answers: its loss, and no logits.
 
-    It is what `compute_loss` and a ``compute_loss_func`` get. Reading anything else of it raises an error.
+    It is what `compute_loss` and a ``compute_loss_func`` get. Reading anything else of it raises an error; without
+    gradients, as in an evaluation, the plain model gives it.
 
     Args:
         inputs: the arguments of the call.
@@ -702,6 +733,21 @@ class TreeOutput:
     ):
         self.loss, self.aux_loss = loss, aux_loss
         self._forward, self._inputs = forward, inputs
+        self._evaluates, self._plain = not torch.is_grad_enabled() and forward.runs_alone, None
+
+    def _plain_output(self, name: str) -> Any:
+        """The output of the plain model.
+
+        Raises:
+            RuntimeError: with gradients, or where ranks would have to run it together; the message says what to write
+                in place of this name.
+        """
+        if not self._evaluates:
+            raise RuntimeError(self._forward.refusal(name))
+        if self._plain is None:
+            with torch.no_grad():
+                self._plain = self._forward.plain(**self._inputs)
+        return self._plain
 
     def token_logprobs(
         self, labels: Tensor | None, temperature: float, *, entropy: bool
@@ -709,20 +755,28 @@ class TreeOutput:
         """Log-probabilities of the labels' tokens, and entropies; see `treetrain.token_logprobs`."""
         return self._forward.token_logprobs(self._inputs | {"labels": labels}, temperature, entropy=entropy)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise RuntimeError(self._forward.refusal(f".{name}"))  # an AttributeError would be no error for hasattr
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not _is_in_outputs(name):  # such as "dtype", which accelerate asks for
+            raise AttributeError(f"the output of a model has no {name}")
+        return getattr(self._plain_output(f".{name}"), name)  # an AttributeError would be no error for hasattr
 
-    def __getitem__(self, key: object) -> Tensor | tuple[Tensor, ...]:
-        if isinstance(key, slice):
+    def __getitem__(self, key: object) -> Any:
+        if isinstance(key, slice) and not self._evaluates:
             return tuple(x for x in (self.loss,) if x is not None)[key]
         if key in ("loss", 0) and self.loss is not None:
             return self.loss
-        raise RuntimeError(self._forward.refusal(f"[{key!r}]"))
+        return self._plain_output(f"[{key!r}]")[key]
 
     def __contains__(self, key: object) -> bool:
         return key == "loss" and self.loss is not None
+
+
+def _is_in_outputs(name: str) -> bool:
+    """Whether an output of any loaded model has an attribute of this name."""
+    kinds = [ModelOutput]
+    for kind in kinds:  # and their subclasses, which the list gets meanwhile
+        kinds += kind.__subclasses__()
+    return hasattr(ModelOutput, name) or any(name in getattr(kind, "__dataclass_fields__", ()) for kind in kinds)
 
 
 def _agreed(ranks: Ranks, asks: str, *, odd: bool = False) -> str:
@@ -793,15 +847,22 @@ def output_kind_of(trainer: Trainer) -> OutputKind:
     """The kind of output that this trainer reads of its model.
 
     Raises:
-        ValueError: an unsupported trainer of TRL.
+        ValueError: a trainer of TRL that asks its model for something else than the fused head's scores, or rewards.
     """
-    for kind in type(trainer).__mro__:
-        if not kind.__module__.startswith("trl.") or kind.__name__ == "_BaseTrainer":
-            continue
-        if kind.__name__ not in OUTPUT_KIND_OF_TRAINER:
-            raise ValueError(f"{kind.__name__} of TRL is not known here; known are {', '.join(OUTPUT_KIND_OF_TRAINER)}")
-        return OUTPUT_KIND_OF_TRAINER[kind.__name__]
-    return "loss"
+    names = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    names = [name for name in names if name != "_BaseTrainer"]
+    if not names:
+        return "loss"
+    if "RewardTrainer" in names:
+        return "rewards"
+    assert trainer.model is not None
+    if not {*names} & {*FUSED_TRAINERS} and _fused_forward(trainer.model) is None:
+        raise ValueError(
+            f"{names[0]} of TRL asks its model for logits, which no tree gives; share_prefixes takes RewardTrainer, and "
+            f"trainers of TRL whose model has its fused head, such as {', '.join(FUSED_TRAINERS)}. In a subclass whose "
+            "compute_loss takes tt.token_logprobs(model, inputs) from a plain transformers.Trainer, prefixes are shared"
+        )
+    return "fused"
 
 
 def check_trainer(trainer: Trainer, output_kind: OutputKind) -> None:

@@ -257,9 +257,19 @@ class StepScores:
             self._count_cut(scores)
             if not waiting:
                 scored.zero_gradients()  # other ranks have some
-            set_anew = [p for p in deferral.parameters if p not in set(waiting)] if waiting else []
-            with gradients_aside(set_anew):
-                scored.backward(sync=sync)
+            still = {id(p) for p in waiting}
+            set_anew = [p for p in deferral.parameters if id(p) not in still] if waiting else []
+            try:
+                with gradients_aside(set_anew):
+                    scored.backward(sync=sync)
+            except RuntimeError as error:
+                if not scored.model_has_changed:
+                    raise
+                raise RuntimeError(
+                    f"{error}. It must not change before the trees of a step have run backward: after the last "
+                    "micro-batch for a tree with rows of other micro-batches, and after training_step where several "
+                    "processes train. In one process with gradient_accumulation_steps=1 they run within loss.backward()"
+                ) from error
             done.append(scored)
         return done
 

@@ -4,7 +4,7 @@ The same lines of a ``compute_loss`` run the plain model, and a tree where `shar
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from treetrain.engine.engine import checked_temperature
 from treetrain.engine.extensions.process_group import output_dtype
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, check_head, score_edges, scoring_head, zero_of
 from treetrain.errors import DataError
 from treetrain.models.capability import causal_lm, head_capabilities
-from treetrain.trainers.batches import IGNORED, ModelInputs, positions_between, rows_of
+from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
 from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput, image_arguments
 
 _OF_ROWS = (
@@ -39,15 +40,16 @@ def token_logprobs(
     """Log-probabilities of the tokens of a batch, aligned with it, for a loss of your own; differentiable.
 
     In the ``compute_loss`` of a trainer with `share_prefixes`, every prefix that rows share is computed once, forward
-    and backward. Otherwise the plain model runs. Its head runs on the predictions that are wanted, a few at a time, so
-    logits [B, L, vocabulary] do not exist. The numbers are the same.
+    and backward. Otherwise the plain model runs, with rows padded on their right: packed rows, and rows that are padded on
+    their left, are moved, since many models would mix them with what stands before them. Its head runs on the
+    predictions that are wanted, a few at a time, so logits [B, L, vocabulary] do not exist. The numbers are the same.
 
     Args:
         model: a causal LM, plain, wrapped by peft or by `DistributedDataParallel`; or, in a ``compute_loss_func``, the
             outputs that it is given.
         inputs: the batch: ``input_ids`` [B, L], with an ``attention_mask`` if it is padded (on either side), with
             ``position_ids`` or ``cu_seq_lens_q`` if it is packed. ``labels`` [B, L] select predictions: those of tokens
-            whose label is not -100. Without labels every token but a row's first is predicted. Entries that no model
+            whose label is not -100; ``shift_labels`` do if they are there. Without labels every token but a row's first is predicted. Entries that no model
             reads, such as advantages, are ignored. For outputs: the labels alone.
         temperature: divides the logits before the softmax: the one that the rows were sampled with, in a policy loss.
         return_entropy: also give the entropies of the distributions that the tokens were drawn from.
@@ -104,7 +106,8 @@ def _arguments(model: nn.Module, inputs: Mapping[str, object]) -> ModelInputs:
             f"the batch has {', '.join(unknown)}, which {type(causal_lm(model)).__name__} reads and which is not known "
             "to be exact here; leave it out of the batch"
         )
-    return {name: given[name] for name in (*_OF_ROWS, *sorted(images), "labels") if name in given}
+    names = (*_OF_ROWS, *sorted(images), "labels", "shift_labels")
+    return with_labels({name: given[name] for name in names if name in given})
 
 
 def _tree_forward(model: nn.Module) -> TreeForward | None:
@@ -122,11 +125,10 @@ def _from_plain_model(
         model: the model as it is called; it may be wrapped for several processes.
         inner: the model without this wrapper.
     """
-    rows, ids = rows_of(batch, model=inner), batch["input_ids"]
-    wanted = rows.wanted.to(ids.device)
-    if "position_ids" not in batch and "attention_mask" not in batch and "cu_seq_lens_q" in batch:
-        batch = batch | {"position_ids": positions_between(batch["cu_seq_lens_q"], ids)}
-    capabilities, edges, seen = head_capabilities(inner), _edges(ids, wanted), []
+    rows = rows_of(batch, model=inner)
+    batch, predicted = _padded_on_the_right(batch, rows)
+    ids, wanted = batch["input_ids"], rows.wanted.to(batch["input_ids"].device)
+    capabilities, edges, seen = head_capabilities(inner), _edges(ids, predicted), []
     # Every process must reach all weights, also one that predicts nothing.
     request = ScoreRequest(
         temperature=temperature, need_entropy=entropy, reaches_all_weights=True, carrier_dtype=output_dtype(inner)
@@ -144,6 +146,31 @@ def _from_plain_model(
     # The wrapper's own nodes are behind its output.
     scores = replace(scores, logprobs=scores.logprobs + zero_of(outputs.logits).to(scores.logprobs.dtype))
     return _placed(scores, wanted)
+
+
+def _padded_on_the_right(batch: ModelInputs, rows: Rows) -> tuple[ModelInputs, Bool[Tensor, "K _"]]:
+    """The batch [K, L] with every row padded on its right, and its wanted predictions, in the order of `rows`.
+
+    This is the layout in which no model sees anything but a row. Models whose positions count padding (GPT-2, OPT)
+    change rows that are padded on their left, and layers with a state or a convolution run on from one packed row into
+    the next.
+    """
+    ids = batch["input_ids"]
+    packed = "attention_mask" not in batch and any(name in batch for name in ("position_ids", "cu_seq_lens_q"))
+    if not packed and not any(start > 0 for _, start, _ in rows.spans):
+        return batch, rows.wanted.to(ids.device)
+    some = [k for k, span in enumerate(rows.spans) if span.stop > span.start]
+    spans, masks = [rows.spans[k] for k in some], [torch.from_numpy(rows.masks[k]) for k in some]
+
+    def padded(values: Sequence[Tensor]) -> Tensor:
+        return pad_sequence(list(values), batch_first=True).to(ids.device)
+
+    by_token = [name for name in ("input_ids", *TOKEN_TYPES) if name in batch]
+    columns = {name: padded([batch[name][b, start:stop] for b, start, stop in spans]) for name in by_token}
+    columns["attention_mask"] = padded([torch.ones(stop - start, dtype=torch.long) for _, start, stop in spans])
+    wanted = padded(masks)
+    others = {name: value for name, value in batch.items() if name not in (*_OF_ROWS, *TOKEN_TYPES, "labels")}
+    return others | columns, wanted
 
 
 def _from_logits(logits: Tensor, labels: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -29,7 +29,6 @@ from treetrain.engine.deferred import DeferredGradient
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.zero import head_read_outside
 from treetrain.engine.score import Scored
-from treetrain.trainers.processes import Processes
 from treetrain.trainers.sharded_processes import ShardedProcesses
 from treetrain.trainers.step_scores import StepScores
 
@@ -55,11 +54,11 @@ class ZeroProcesses(ShardedProcesses):
         """See `Processes`. The model is called without its DeepSpeedEngine, so each rank has whole gradients of it."""
         return head_read_outside(model) if self._partitioned else nullcontext()
 
-    def scored(self, scored: Scored, settle: Callable[[], None]) -> None:
+    def scored(self, scored: Scored, settle: Callable[..., None]) -> None:
         if self._partitioned:
             super().scored(scored, settle)
         else:
-            Processes.scored(self, scored, settle)
+            scored.deferral.settle = settle
 
     def begin(self, model: nn.Module, settle: Callable[..., None]) -> None:
         wrapper = self.accelerator.deepspeed_engine_wrapped

@@ -79,8 +79,8 @@ class RouterBalance:
 
     @property
     def slope(self) -> Float64[Tensor, " E"]:
-        """The gradient of the loss with respect to a token's probabilities."""
-        return (len(self.choices) / self.tokens**2) * self.choices
+        """The gradient of the loss with respect to a token's probabilities; 0 without tokens (a rank without rows)."""
+        return (len(self.choices) / max(self.tokens, 1) ** 2) * self.choices
 
     @classmethod
     def of(
