@@ -132,7 +132,8 @@ class Deferral:
         self.settle: Callable[[], None] = _leave_waiting
         """Called before the gradients are read, or an optimizer steps with them."""
         self._parameters = [weakref.ref(p) for p in parameters if p.requires_grad]
-        self._backward = -1
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._backward = self._begun = -1
         _watch_optimizers()
 
     @property
@@ -140,9 +141,37 @@ class Deferral:
         """The parameters that will get gradients."""
         return [p for reference in self._parameters if (p := reference()) is not None]
 
-    def watch(self, leaf: Tensor) -> None:
-        """Defer the parameters' gradients when a backward ends in this leaf."""
-        leaf.register_post_accumulate_grad_hook(self._arrive)
+    @property
+    def dropped(self) -> bool:
+        """Whether gradients had arrived, and no parameter waits for them any more (``zero_grad``)."""
+        return self.arrived and not self.waiting()
+
+    def set_anew(self) -> list[nn.Parameter]:
+        """The parameters whose gradients were set anew while those of the others wait: they get none of what waits."""
+        waiting = {id(p) for p in self.waiting()}
+        return [p for p in self.parameters if id(p) not in waiting] if waiting else []
+
+    def watch(self, leaves: Iterable[Tensor]) -> None:
+        """Defer the parameters' gradients when a backward ends in these leaves."""
+        for leaf in leaves:
+            self._leaves.append(weakref.ref(leaf))
+            leaf.register_hook(self._begin)
+            leaf.register_post_accumulate_grad_hook(self._arrive)
+
+    def _begin(self, _gradient: Tensor) -> None:
+        """A backward is about to add the first gradient to a leaf: forget what earlier ones have left and was dropped."""
+        number = torch._C._current_graph_task_id()
+        if number != self._begun:
+            self._begun = number
+            if self.dropped:
+                self.forget()
+
+    def forget(self) -> None:
+        """Forget the gradients that the leaves have received."""
+        self.arrived = False
+        for reference in self._leaves:
+            if (leaf := reference()) is not None:
+                leaf.grad = None
 
     def _arrive(self, _leaf: Tensor) -> None:
         number = torch._C._current_graph_task_id()
