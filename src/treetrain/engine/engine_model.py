@@ -219,10 +219,10 @@ class ScoredModel:
         """Raise RuntimeError if a backward now would not match the scores that `call` gave.
 
         Args:
-            runs_again: whether parts run forward again, so that hooks, forwards and classes must be the same too. The
-                backward of a kept graph runs none of them, as in plain autograd.
+            runs_again: whether parts run forward again, so that settings, buffers and code must be the same too. The
+                backward of a kept graph reads none of them, as in plain autograd.
         """
-        change = self.change(code=runs_again)
+        change = self.change(weights_alone=not runs_again)
         if change == _WEIGHTS:
             raise RuntimeError(
                 f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
@@ -234,20 +234,18 @@ class ScoredModel:
                 "another model: call backward first, or switch back, or score again"
             )
 
-    def change(self, *, code: bool = True) -> str | None:
-        """Say what has changed in the model; None if nothing has.
-
-        Args:
-            code: whether to compare classes, forwards and hooks.
-        """
+    def change(self, *, weights_alone: bool = False) -> str | None:
+        """Say what has changed in the model; None if nothing has."""
         if not torch.equal(self._weights, self._sums()):
             return _WEIGHTS
+        if weights_alone:
+            return None
         state = ModelState.of(self._model.model, self._model.value_head)
         now = self._read(state)
         for at, then in self._before.items():
             if not _same(then, now.get(at, _GONE)):
                 return self._change(*at, then, now.get(at, _GONE))
-        if code and not self._model.sharing.collective:  # sharded modules set their own hooks anew
+        if not self._model.sharing.collective:  # sharded modules set their own hooks anew
             for at in (*self._code, *state.code):
                 if self._code.get(at) != state.code.get(at):
                     return self._change_of_code(*at)

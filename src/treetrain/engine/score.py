@@ -333,9 +333,11 @@ class Scored:
 
     @property
     def runs_again(self) -> bool:
-        """Whether some parts run forward again in `backward`."""
+        """Whether parts or checkpointed layers run forward again in `backward`."""
+        from treetrain.engine.costs import is_checkpointed
+
         plan = self._scoring.plan
-        return plan.scores_first != "kept" or not bool(plan.kept.all())
+        return plan.scores_first != "kept" or not plan.kept.all() or is_checkpointed(self._scoring.engine.model)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -366,9 +368,10 @@ class Scored:
                 does. False leaves them local; pass it in every call of an accumulation except the last.
 
         Raises:
-            RuntimeError: a second call; weights, buffers, adapters or settings changed since `score` (for parts that
-                run again also hooks, forwards and classes); no leaf has a gradient, or ``zero_grad`` has dropped them;
-                `score` ran under ``torch.no_grad``; memory ran out while ``.grad`` held gradients of earlier calls.
+            RuntimeError: a second call; weights changed since `score`, or, where parts run again, also buffers,
+                adapters, settings, hooks, forwards or classes; no leaf has a gradient, or ``zero_grad`` has dropped
+                them; `score` ran under ``torch.no_grad``; memory ran out while ``.grad`` held gradients of earlier
+                calls.
             RanksDisagree: another rank failed, or has another `sync`.
         """
         engine, sharing = self._scoring.engine, self._scoring.engine.sharing

@@ -28,6 +28,7 @@ from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.engine.costs import compute_dtype
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extensions.first_use import advice
 from treetrain.engine.ranks import Ranks
 from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
@@ -65,7 +66,7 @@ LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 TRL_TILE, TRL_TILE_BYTES = 32_768, 36
 """The most tokens of the vocabulary in a tile of TRL's head, and bytes for each logit of a tile in its backward when
 plain torch operations compute it: the tile, eight copies in float32 and a mask (trl/kernels/chunked_logprob.py)."""
-REPORT = "train without share_prefixes and report this model"
+WITHOUT = "train without share_prefixes"
 _BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx", *TOKEN_TYPES)
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
@@ -307,7 +308,7 @@ class FirstStep:
         if plain_scores is not None and not bool(plain_scores.isfinite().all()):
             weight = first_not_finite(model)
             why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
-        logger.info(_judged(difference, why, self._count, dtype, limit, loss_limit))
+        logger.info(_judged(difference, why, self._advice, self._count, dtype, limit, loss_limit))
         logs = {"tree/score_difference": difference.scores, "tree/gradient_difference": difference.gradients}
         cost = self._engine.prepared.cost
         if cost is None or not self._seconds:
@@ -319,7 +320,7 @@ class FirstStep:
     def _why_scores_differ(self) -> str:
         """Say why scores differ where the plain model was not called on each row by itself, or only so."""
         if self._alone:
-            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {REPORT}"
+            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {self._advice}"
         why, change = _layout_of(self.batch, self._rows)
         return f"Shared prefixes compute each row by itself, which is right. If {why}, {change}"
 
@@ -340,8 +341,13 @@ class FirstStep:
                 "check='rows', which compares with each row by itself"
             )
         if batch <= limit and not tree <= limit:
-            return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {REPORT}"
-        return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {REPORT}"
+            return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {self._advice}"
+        return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {self._advice}"
+
+    @property
+    def _advice(self) -> str:
+        """What to do where shared prefixes are wrong."""
+        return advice(self._engine.model, WITHOUT)
 
 
 def label_logprobs(logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"]) -> Float[Tensor, "B _"]:
@@ -423,8 +429,10 @@ def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
     return limits.get(dtype, limits[torch.bfloat16])
 
 
-def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, limit: float, loss_limit: float) -> str:
-    """One sentence that says how far apart they are.
+def _judged(
+    difference: Difference, why: str, cure: str, count: int, dtype: torch.dtype, limit: float, loss_limit: float
+) -> str:
+    """One sentence that says how far apart they are; `why` scores differ, and the cure where gradients do.
 
     Raises:
         RuntimeError: by more than rounding.
@@ -447,8 +455,8 @@ def _judged(difference: Difference, why: str, count: int, dtype: torch.dtype, li
     if not (difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit):
         raise RuntimeError(
             f"first step, {count} rows: gradients of the plain model and with shared prefixes differ by "
-            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. Train "
-            "without share_prefixes and report this model, or pass check=False if such a difference is expected"
+            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. "
+            f"{cure[0].upper()}{cure[1:]}, or pass check=False if such a difference is expected"
         )
     return (
         f"{count} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "

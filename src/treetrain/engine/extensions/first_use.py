@@ -78,6 +78,7 @@ def _state_of(engine: "TreeEngine") -> _State:
 
 def accept(engine: "TreeEngine") -> None:
     """Take the state of the model as it is now for exact, since the caller compares it."""
+    engine.prepared.check()
     states = _ACCEPTED.setdefault(engine.model, [])
     states.append(_state_of(engine))
     del states[:-_REMEMBERED]
