@@ -220,12 +220,10 @@ PLACES = {
 }
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PLACES)
-def test_weights_that_change_places_or_signs_are_other_weights(name, dtype):
-    model = make_model("qwen3", dtype=dtype)
-    scored = tt.TreeEngine(model, check=False).score(ROWS)
+def test_weights_that_change_places_or_signs_are_other_weights(name):
+    model = make_model("qwen3", dtype=torch.float64)
+    scored = tt.TreeEngine(model).score(ROWS)
     loss_of(scored.logprobs).backward()
     PLACES[name](model.model.layers[0].self_attn.q_proj.weight)
     with pytest.raises(RuntimeError, match="weights have changed"):

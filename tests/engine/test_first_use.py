@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import treetrain as tt
+from support import images
 from support.models import make_model
 from treetrain.engine.extensions import first_use
 from treetrain.errors import UnsupportedModel
+from treetrain.models.images import encoder_modules, image_encoder
 from treetrain.models.recurrent_layers import kind_of
 from treetrain.testing import linear
 
@@ -284,7 +286,9 @@ def test_gradient_hooks_are_refused_unless_they_are_exact(name):
 def test_a_linear_gradient_hook_on_an_activation_is_exact():
     model = make_model("qwen3", dtype=torch.float64).train()
     layer = model.model.layers[1].mlp
-    layer.register_forward_hook(lambda module, args, out: out.register_hook(doubles) and None if out.requires_grad else None)
+    layer.register_forward_hook(
+        lambda module, args, out: None if not out.requires_grad else out.register_hook(doubles) and None
+    )
     truth = linear.gradients(model, sum(row.sum() for row in linear.score_rows(model, ROWS)[0]))
     scored = tt.TreeEngine(model).score(ROWS)
     sum(row.sum() for row in scored.logprobs).backward()
@@ -325,6 +329,27 @@ def test_a_model_whose_attention_is_a_users_own_is_refused_by_the_attention_s_na
     model.config._attn_implementation = "biased"
     with pytest.raises(UnsupportedModel, match="attention 'biased'") as error:
         tt.TreeEngine(model).score(ROWS)
+    assert "report" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["Qwen3-VL", "LLaVA"])
+def test_a_hook_that_mixes_the_images_of_a_call_is_refused(family):
+    model = images.image_model(family)
+    cat, dog = (images.image(seed, family=family) for seed in (1, 2))
+    rows = [images.row(3, 4, cat, 5, 6), images.row(3, 4, dog, 5, 6)]
+    tt.TreeEngine(model).score(rows)
+
+    def mixes(module, args, output):
+        tokens = output if isinstance(output, torch.Tensor) else output[0]
+        mixed = tokens - tokens.mean(0, keepdim=True)
+        return mixed if isinstance(output, torch.Tensor) else (mixed, *output[1:])
+
+    layers = (m for encoder in encoder_modules(image_encoder(model)) for m in encoder.modules())
+    next(m for m in layers if isinstance(m, nn.ModuleList))[0].register_forward_hook(mixes)
+    engine = tt.TreeEngine(model)
+    engine.score([[3, 4, 5], [3, 4, 6]])
+    with pytest.raises(UnsupportedModel, match=r"image encoder mixes the images of a call.*hook mixes") as error:
+        engine.score(rows)
     assert "report" not in str(error.value)
 
 

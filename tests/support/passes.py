@@ -44,7 +44,7 @@ def watched(model: nn.Module) -> Iterator[Passes]:
 
     handle = model.get_input_embeddings().register_forward_hook(hook)  # type: ignore[operator]
     try:
-        with mock.patch.object(first_use, "compare_first_use", lambda engine: None):
+        with mock.patch.object(first_use, "compare_first_use", lambda engine, tree: None):
             yield seen
     finally:
         handle.remove()

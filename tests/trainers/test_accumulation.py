@@ -25,13 +25,10 @@ class Tree:
     def __init__(self, ids, note, weight):
         self.logprobs = [torch.tensor(row[1:], dtype=torch.float32, requires_grad=True) for row in ids]
         self.deferral, self.note, self.weight = Deferral("a tree", [weight]), note, weight
-        for leaf in self.logprobs:
-            self.deferral.watch(leaf)
+        self.deferral.watch(self.logprobs)
 
     def drop_gradients(self):
-        self.deferral.arrived = False
-        for leaf in self.logprobs:
-            leaf.grad = None
+        self.deferral.forget()
 
     def backward(self, sync):
         assert not sync

@@ -562,7 +562,9 @@ def assert_same(shared: Run, plain: Run, resumed: bool = False, bound: float = B
     assert max(apart.metrics, apart.weights) <= bound, apart
     assert resumed or apart.updates <= BOUND_OF_UPDATES, apart
     ours, theirs = (vars(each.trainer).get("seen", []) for each in (shared, plain))
-    assert ours == pytest.approx(theirs[-len(ours) or len(theirs) :] if resumed else theirs, rel=max(1e-4, bound), abs=1e-6)
+    assert ours == pytest.approx(
+        theirs[-len(ours) or len(theirs) :] if resumed else theirs, rel=max(1e-4, bound), abs=1e-6
+    )
     assert not resumed or len(ours) * 2 == len(theirs)
 
 

@@ -159,7 +159,7 @@ class Deferral:
             leaf.register_post_accumulate_grad_hook(self._arrive)
 
     def _begin(self, _gradient: Tensor) -> None:
-        """A backward is about to add the first gradient to a leaf: forget what earlier ones have left and was dropped."""
+        """Before a backward adds its first gradient: forget what earlier ones left and ``zero_grad`` dropped."""
         number = torch._C._current_graph_task_id()
         if number != self._begun:
             self._begun = number

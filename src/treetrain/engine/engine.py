@@ -164,6 +164,8 @@ class TreeEngine:
         self.sharing.check_model(self.prepared.capabilities)
         self.check = check
         """Whether the model is compared with its rows one by one at first use."""
+        self.accepted: dict[object, object] = {}
+        """The states of the model that were compared last, by mode; see `first_use`."""
 
     # ---- the model and its plans
 
@@ -668,4 +670,4 @@ class TreeEngine:
         if self.check and tree.num_tokens:
             from treetrain.engine.extensions.first_use import compare_first_use
 
-            compare_first_use(self)
+            compare_first_use(self, tree)

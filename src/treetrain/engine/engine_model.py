@@ -182,7 +182,11 @@ def _content(value: object) -> object:
 
 
 def _read_container(
-    holder: int, name: str, value: object, checked: dict[tuple[int, str], object], tensors: dict[tuple[int, str], Tensor]
+    holder: int,
+    name: str,
+    value: object,
+    checked: dict[tuple[int, str], object],
+    tensors: dict[tuple[int, str], Tensor],
 ) -> None:
     """Read a container that holds objects: its tensors, and what a dictionary shows of the others."""
     items = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
@@ -220,7 +224,7 @@ class ScoredModel:
 
         Args:
             runs_again: whether parts run forward again, so that settings, buffers and code must be the same too. The
-                backward of a kept graph reads none of them, as in plain autograd.
+                backward of a kept graph reads none of them, as in plain autograd; frozen weights are refused.
         """
         change = self.change(weights_alone=not runs_again)
         if change == _WEIGHTS:
@@ -238,14 +242,14 @@ class ScoredModel:
         """Say what has changed in the model; None if nothing has."""
         if not torch.equal(self._weights, self._sums()):
             return _WEIGHTS
-        if weights_alone:
-            return None
         state = ModelState.of(self._model.model, self._model.value_head)
-        now = self._read(state)
+        now = {**state.switches} if weights_alone else self._read(state)
         for at, then in self._before.items():
+            if weights_alone and not at[1].endswith(_TRAINED):
+                continue
             if not _same(then, now.get(at, _GONE)):
                 return self._change(*at, then, now.get(at, _GONE))
-        if not self._model.sharing.collective:  # sharded modules set their own hooks anew
+        if not (weights_alone or self._model.sharing.collective):  # sharded modules set their own hooks anew
             for at in (*self._code, *state.code):
                 if self._code.get(at) != state.code.get(at):
                     return self._change_of_code(*at)
@@ -304,8 +308,8 @@ def _own_part(tensor: Tensor) -> Tensor:
 
 
 _COLUMNS, _ROWS = 1021, 128
-"""A checksum reads a tensor as matrices of this size. The number of columns is prime, so that no row of a weight, and no
-expert, moves by a multiple of it within a matrix."""
+"""A checksum reads a tensor as matrices of this size. The number of columns is prime, so that no row of a weight and no
+expert moves by a multiple of it within a matrix."""
 _PLACES = 2**14
 
 

@@ -28,7 +28,7 @@ from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.engine.costs import compute_dtype
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.first_use import advice
+from treetrain.engine.extensions.first_use import accept, advice
 from treetrain.engine.ranks import Ranks
 from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
@@ -341,8 +341,13 @@ class FirstStep:
                 "check='rows', which compares with each row by itself"
             )
         if batch <= limit and not tree <= limit:
-            return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {self._advice}"
-        return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {self._advice}"
+            return (
+                "Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; "
+                f"{self._advice}"
+            )
+        return (
+            f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {self._advice}"
+        )
 
     @property
     def _advice(self) -> str:
@@ -413,6 +418,7 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
         return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
     first = FirstStep(engine, Sample(call, rows_of(call, model=engine.model), range(len(chosen))), "loss", plain)
+    accept(engine)  # compared here
     first.run_plain(timed=False)
     rows = rows_of(first.batch, model=engine.model)
     with first.tree_run():

@@ -229,8 +229,8 @@ class StepScores:
             answers = self.ranks.exchange((batches, stale, scores.tokens if several else (0, 0)))
         if any(was_stale for _, was_stale, _ in answers):
             self._cut(
-                "the model changes between the micro-batches of a step (weights, settings, hooks), so they do not share "
-                "prefixes with each other any more; results are exact"
+                "the model changes between the micro-batches of a step (weights, settings, hooks), so they do not "
+                "share prefixes with each other any more; results are exact"
             )
         if not several or batches[-1] or any(other != batches for other, _, _ in answers):
             return None

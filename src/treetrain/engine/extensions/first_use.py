@@ -1,21 +1,21 @@
 """The first use of a model: a small forest as a tree, and each of its rows by itself in the plain model.
 
-On a tree, one call of a layer holds tokens of many rows, and a shared token has the gradients of several. Whatever users
-put on a model must therefore treat every token alone, and its gradients linearly: adapters, hooks, replaced forwards,
+On a tree, one call of a layer holds tokens of many rows, and a shared token has the gradients of several. So whatever
+users put on a model must treat every token alone, and its gradients linearly: adapters, hooks, replaced forwards,
 patched classes, modules and attention functions of their own. No list of these is complete, and none is needed. The
 whole model runs on a forest of a few dozen tokens, whose rows have different lengths, as a whole and in parts. Its
 scores must be those of the plain model on each row alone, and so must gradients, of which a slice is compared. This is
 done once for each state of classes, forwards, hooks and adapters, in training mode or not, with gradients or without.
 
-If they differ, the plain model and the tree run once more, and the inputs and outputs of all modules are compared in the
-order of their calls. The first difference names the module.
+If they differ, the plain model and the tree run once more, and the inputs and outputs of all modules are compared in
+the order of their calls. The first difference names the module.
 
 What this cannot see:
 
 - An adapter that has learned nothing often adds zero. So random numbers are added to its weights in the meantime.
 - A module, hook or forward that acts differently later, for instance by a flag in a closure, or only in calls of more
   tokens than the forest has.
-- Images: the forest is text. The encoder of images is compared apart (`compare_images`).
+- Images: the forest is text. Of the first batch with images, two go through the encoder together and alone.
 - Models that several processes divide among them (FSDP2, ZeRO-3, tensor and context parallel): all of them would have
   to make every call together, and the plain model does not know in which order. The first step of `share_prefixes`
   compares them, and `treetrain.verify` on the model before it is divided.
@@ -24,8 +24,10 @@ What this cannot see:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import numpy as np
 import torch
@@ -41,14 +43,15 @@ from treetrain.kernel_checks import relative_error
 from treetrain.models.capability import causal_lm
 from treetrain.models.row_scores import scores_of_logits
 from treetrain.models.tree_mode import replaced
-from treetrain.tree.token_tree import build_tree
+from treetrain.tree.token_tree import TokenTree, build_tree
 
 if TYPE_CHECKING:
+    from treetrain.data.images import Image
     from treetrain.engine.engine import TreeEngine
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 LIMIT_16_BITS = 0.1
-"""Largest relative difference of scores and of gradients, by dtype of the computation; those of a trainer's first step."""
+"""Largest relative difference of scores and of gradients, by dtype of the computation; as in a trainer's first step."""
 BUDGET = 10
 """Tokens whose graph is alive at once where the forest runs in parts."""
 SLICE = 255
@@ -68,11 +71,24 @@ class _State(NamedTuple):
     switches: dict[tuple[int, str], object]
     mode: tuple[object, ...]
 
+    def weak(self) -> "_State":
+        """The same without strong references, since the functions of a model may hold the model."""
+        return self._replace(code={at: _weak(value) for at, value in self.code.items()})
+
+
+def _weak(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_weak, value))
+    try:
+        return WeakMethod(value) if isinstance(value, MethodType) else ref(value)
+    except TypeError:  # a number, or a function in C, which nobody deletes
+        return value
+
 
 def _state_of(engine: "TreeEngine") -> _State:
     model = engine.prepared
     asked = model.capabilities.scores_tokens, model.capabilities.scalar is not None
-    mode = torch.is_grad_enabled(), model.model.training, compute_dtype(model.model, model.device), *asked
+    mode = engine.merge, torch.is_grad_enabled(), model.model.training, compute_dtype(model.model, model.device), *asked
     return _State(model.state.code, model.state.switches, mode)
 
 
@@ -80,27 +96,43 @@ def accept(engine: "TreeEngine") -> None:
     """Take the state of the model as it is now for exact, since the caller compares it."""
     engine.prepared.check()
     states = _ACCEPTED.setdefault(engine.model, [])
-    states.append(_state_of(engine))
+    states.append(_state_of(engine).weak())
     del states[:-_REMEMBERED]
 
 
-def compare_first_use(engine: "TreeEngine") -> None:
+def compare_first_use(engine: "TreeEngine", tree: TokenTree) -> None:
     """Compare a small forest with its rows one by one, unless the model's state has been compared before.
+
+    Args:
+        tree: of the call; two of its images are compared, if it has any.
 
     Raises:
         UnsupportedModel: they differ by more than rounding; names the module where it can be found.
     """
-    sharing = engine.sharing
+    sharing, now = engine.sharing, _state_of(engine)
     if sharing.collective or not sharing.same_rows.alone:
         return
-    if _state_of(engine) in _ACCEPTED.get(engine.model, ()):
+    mode = now.mode
+    if tree.images is not None and len(tree.images.distinct) > 1:
+        mode = (*mode, "images")
+    if engine.accepted.get(mode) == now:
         return
-    with _undisturbed(engine.prepared):
-        with _random_adapters(engine.model) as random:
-            finite = _compare(engine)
-        if random and not finite:  # adapters that make matrices orthogonal by a series are finite only near their start
-            _compare(engine)
-    accept(engine)
+    state, accepted = now.weak(), _ACCEPTED.setdefault(engine.model, [])
+    with_images = state._replace(mode=mode)
+    if state not in accepted:
+        with _undisturbed(engine.prepared):
+            with _random_adapters(engine.model) as random:
+                finite = _compare(engine)
+            if random and not finite:  # adapters that make matrices orthogonal by a series are finite only when small
+                _compare(engine)
+        accepted.append(state)
+    if with_images not in accepted:
+        assert tree.images is not None
+        with _undisturbed(engine.prepared):
+            _compare_images(engine.prepared, tree.images.distinct)
+        accepted.append(with_images)
+    engine.accepted[mode] = now
+    del accepted[:-_REMEMBERED]
 
 
 # ---- the forest
@@ -179,12 +211,12 @@ def _compare(engine: "TreeEngine") -> bool:
     live = model.live and engine.sharing.ranks.alone
     trained = [p for p in model.parameters if p.requires_grad] if live else []
     # Also in a call under autocast, or within a call of the model.
-    plain = _slices(trained, lambda: _run_plain(model, rows, live=live))
+    plain = _slices(trained, partial(_run_plain, model, rows, live=live))
     if not all(bool(x.isfinite().all()) for side in plain for x in side):
         return False
     limit = LIMITS.get(compute_dtype(model.model, model.device), LIMIT_16_BITS)
     for budget in (None, BUDGET):
-        tree = _slices(trained, lambda: _run_tree(engine, rows, budget, live=live))
+        tree = _slices(trained, partial(_run_tree, engine, rows, budget, live=live))
         apart = _apart(tree[0], plain[0], typical=model.capabilities.experts is not None and limit == LIMIT_16_BITS)
         if not apart <= limit:
             raise UnsupportedModel(_message_of_scores(engine, rows, apart))
@@ -195,7 +227,7 @@ def _compare(engine: "TreeEngine") -> bool:
 
 
 def _apart(ours: Sequence[Tensor], theirs: Sequence[Tensor], *, typical: bool) -> float:
-    """The relative difference; in 16 bits, where rounding changes a router's choice for a few tokens, of most tokens."""
+    """The relative difference, or that of most tokens: in 16 bits rounding changes a router's choice for a few."""
     if not typical:
         return relative_error(ours, theirs)
     a, b = (torch.cat([x.flatten() for x in side]).double() for side in (ours, theirs))
@@ -247,10 +279,11 @@ def _run_plain(engine: EngineModel, rows: list[list[int]], *, live: bool) -> lis
             target = torch.tensor(ids[1:], device=engine.device)
             own.append(scores_of_logits(logits[0, :-1], target, engine.temperature)[0])
         if scalar is not None and scalar.pooled:
-            own.append(scalar.values(lambda x: x, logits))
+            own.append(scalar.values(partial(_given, logits), logits))
         elif scalar is not None:
             states = seen["hidden"][0, :-1]
-            own.append(scalar.values((lambda _: logits[0, :-1]) if scalar.is_models_own else scalar.module, states))
+            forward = partial(_given, logits[0, :-1]) if scalar.is_models_own else scalar.module
+            own.append(scalar.values(forward, states))
         found.append(own)
     # As the leaves of a score: all log-probabilities, then all values; rewards are one tensor.
     kinds = [list(kind) for kind in zip(*found)]
@@ -260,6 +293,11 @@ def _run_plain(engine: EngineModel, rows: list[list[int]], *, live: bool) -> lis
     if live:
         torch.autograd.backward([(x * w).sum() for x, w in zip(scores, _weights(scores))])
     return [x.detach() for x in scores]
+
+
+def _given(values: Tensor, _states: Tensor) -> Tensor:
+    """The values that the model itself has computed of states."""
+    return values
 
 
 @contextmanager
@@ -285,6 +323,26 @@ def _plain_forward(model: nn.Module, ids: Tensor) -> Tensor:
         forward = inner
     with nullcontext() if forward is None else replaced(model, forward=forward):
         return model(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def _compare_images(engine: EngineModel, images: "Sequence[Image]") -> None:
+    """Compare the features of two images in one call of the encoder with those of each by itself."""
+    from treetrain.models.images import encode_images, image_encoder, joined_images
+
+    inner = image_encoder(engine.model)
+    assert inner is not None
+    two = sorted(images, key=lambda image: sum(x.size for x in image.inputs.values()))[:2]
+    together, *alone = (
+        encode_images(inner, joined_images(some, engine.device)).kinds for some in (two, two[:1], two[1:])
+    )
+    apart = max(relative_error([both], [torch.cat(each)]) for both, *each in zip(together, *alone))
+    if not apart <= LIMITS.get(compute_dtype(engine.model, engine.device), LIMIT_16_BITS):
+        raise UnsupportedModel(
+            f"the image encoder mixes the images of a call: the features of two images together differ from those of "
+            f"each by itself by {apart:.1g}. On a tree a call holds the images of many rows: "
+            f"{advice(engine.model, 'train without treetrain')}."
+        )
 
 
 # ---- which module it is
