@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,18 @@ def counts_of_all_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A folder of counts for the workers of this run and the processes that they start."""
     base = tmp_path_factory.getbasetemp()
     os.environ[counts.FOLDER] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "counts")
+
+
+COMPARED = ("models", "test_first_use.py", "test_hybrids.py", "test_wrappers.py", "test_customised_trainers.py")
+"""Folders and files of tests in which engines compare models at first use in `make test` too."""
+
+
+@pytest.fixture(autouse=True)
+def first_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test` does not compare the thousands of small models of the other tests; `make test-full` compares all."""
+    fast = request.config.option.markexpr == "not slow"
+    if fast and not {*request.path.parts} & {*COMPARED} and "treetrain.engine.engine" in sys.modules:
+        monkeypatch.setattr("treetrain.engine.extensions.first_use.compare_first_use", lambda engine, tree: None)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -69,7 +69,7 @@ SIGNATURES = {
     "CostModel": "(*, counts, speeds, device='cpu', links=None, beside=None)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', purpose=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, context=None, "
-    "compile_layers=None)",
+    "compile_layers=None, check=True)",
     "TreeTrainer": (
         "(model, args, train_dataset=None, eval_dataset=None, *, loss=None, ref_model=None, peft_config=None, "
         "processing_class=None, callbacks=None, optimizers=(None, None), optimizer_cls_and_kwargs=None)"

@@ -9,6 +9,7 @@ import treetrain as tt
 from support.models import make_model
 from support.plans import planned
 from treetrain.engine.deferred import DeferredGradient
+from treetrain.engine.engine_model import _checksum
 from treetrain.errors import UnsupportedModel
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
@@ -49,10 +50,57 @@ def set_config(model):
     model.config.logits_scaling = 7.0
 
 
+def mlp_of(model):
+    return model.model.layers[1].mlp
+
+
+def steer(model):
+    mlp_of(model).register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def wrap(model):
+    mlp = mlp_of(model)
+    plain = mlp.forward
+    mlp.forward = lambda x: 2 * plain(x)
+
+
+def set_activation(model):
+    mlp_of(model).act_fn = nn.Identity()
+
+
+def set_class(model):
+    kind = type(mlp_of(model))
+    mlp_of(model).__class__ = type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+
+
+def set_list(model):
+    model.model.layers[1].scales[0] = 3.0
+
+
+def set_tensor(model):
+    model.model.layers[1].direction.mul_(2)
+
+
+def set_function(model):
+    model.model.layers[1].scale = torch.neg
+
+
+def hook_gradients(model):
+    mlp_of(model).register_full_backward_hook(lambda module, given, output: tuple(2 * g for g in given))
+
+
 CHANGES = {
     "a router's buffer": ("deepseek_v3", shift_router, r"e_score_correction_bias of model\.layers\.1\.mlp\.gate has"),
     "a layer's setting": ("qwen3", set_scaling, r"scaling of model\.layers\.1\.self_attn was 0\.35\d* and is 0\.70"),
     "the configuration": ("granite", set_config, r"logits_scaling of GraniteConfig was 3\.0 and is 7\.0"),
+    "a hook": ("qwen3", steer, r"hooks of model\.layers\.1\.mlp have changed"),
+    "a hook of gradients": ("qwen3", hook_gradients, r"hooks of model\.layers\.1\.mlp have changed"),
+    "a forward": ("qwen3", wrap, r"forward of model\.layers\.1\.mlp has changed"),
+    "an activation": ("qwen3", set_activation, r"submodules of model\.layers\.1\.mlp have changed"),
+    "a class": ("qwen3", set_class, r"class of model\.layers\.1\.mlp has changed"),
+    "a function": ("qwen3", set_function, r"scale of model\.layers\.1 has changed"),
+    "a value in a list": ("qwen3", set_list, r"scales of model\.layers\.1 was \(1\.0, 2\.0\) and is \(3\.0, 2\.0\)"),
+    "a tensor that is no buffer": ("qwen3", set_tensor, r"direction of model\.layers\.1 has other values"),
 }
 
 
@@ -60,6 +108,8 @@ CHANGES = {
 def test_a_change_between_score_and_backward_is_refused_by_name(name):
     family, change, says = CHANGES[name]
     model = make_model(family, dtype=torch.float64)
+    layer = model.model.layers[1]
+    layer.scales, layer.direction, layer.scale = [1.0, 2.0], torch.ones(3), torch.abs
     scored = recomputing(model).score(ROWS)
     loss_of(scored.logprobs).backward()
     change(model)
@@ -134,3 +184,98 @@ def test_a_dropout_of_any_kind_is_seen_whenever_it_is_switched_on():
         with pytest.raises(UnsupportedModel, match=r"dropout 0\.5"):
             engine.logprobs([[1, 2, 3]])
         switch(0.0)
+
+
+def test_a_hook_that_is_on_around_the_score_alone_is_refused_where_parts_run_again_and_right_where_graphs_are_kept():
+    model = make_model("qwen3", dtype=torch.float64)
+
+    def scored_while_steered(engine, rows=ROWS):
+        hook = mlp_of(model).register_forward_hook(lambda module, args, output: 2 * output)
+        try:
+            return engine.score(rows)
+        finally:
+            hook.remove()
+
+    hook = mlp_of(model).register_forward_hook(lambda module, args, output: 2 * output)
+    truth = linear.gradients(model, loss_of(linear.score_rows(model, ROWS)[0]))
+    hook.remove()
+    kept = scored_while_steered(tt.TreeEngine(model))
+    loss_of(kept.logprobs).backward()
+    kept.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    model.zero_grad()
+    again = scored_while_steered(recomputing(model))
+    loss_of(again.logprobs).backward()
+    with pytest.raises(RuntimeError, match=r"hooks of model\.layers\.1\.mlp have changed"):
+        again.backward()
+
+
+PLACES = {
+    "rows reversed": lambda p: p.data.copy_(p.data.flip(0)),
+    "rows rolled": lambda p: p.data.copy_(p.data.roll(1, 0)),
+    "columns rolled": lambda p: p.data.copy_(p.data.roll(1, 1)),
+    "halves exchanged": lambda p: p.data.copy_(p.data.roll(len(p) // 2, 0)),
+    "negated": lambda p: p.data.neg_(),
+    "a row negated": lambda p: p.data[2].neg_(),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_weights_that_change_places_or_signs_are_other_weights(name):
+    model = make_model("qwen3", dtype=torch.float64)
+    scored = tt.TreeEngine(model).score(ROWS)
+    loss_of(scored.logprobs).backward()
+    PLACES[name](model.model.layers[0].self_attn.q_proj.weight)
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        scored.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(24, 24), (600, 1000), (3, 700, 640)])
+def test_a_checksum_depends_on_places_whatever_the_size(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    total = _checksum(weight)
+    assert _checksum(weight.clone()) == total
+    others = [weight.flip(0), weight.roll(1, 0), weight.roll(1, -1), -weight, weight.roll(8)]
+    swapped = weight.clone()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    one = weight.clone()
+    one.view(-1)[-1] += 1
+    assert all(_checksum(other) != total for other in (*others, swapped, one))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_both_backwards_drops_what_waits(set_to_none):
+    model = make_model("qwen3", dtype=torch.float64)
+    logprobs = linear.score_rows(model, ROWS)[0]
+    truth = linear.gradients(model, loss_of(logprobs))
+    scored = tt.TreeEngine(model).score(ROWS)
+    (7 * loss_of(scored.logprobs)).backward()
+    model.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(RuntimeError, match=r"have been dropped \(zero_grad\?\)"):
+        scored.backward()
+    loss_of(scored.logprobs).backward()  # a later one counts, without what was dropped
+    scored.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+def test_parameters_whose_gradients_are_zeroed_get_nothing_of_what_waited():
+    model = make_model("qwen3", dtype=torch.float64)
+    scored = tt.TreeEngine(model).score(ROWS)
+    loss_of(scored.logprobs).backward()
+    dropped = list(model.model.layers[0].parameters())
+    for p in dropped:
+        p.grad = None
+    scored.backward()
+    assert all((p.grad is None) == any(p is other for other in dropped) for p in model.parameters())
+
+
+@pytest.mark.parametrize("surrounding", [torch.inference_mode, torch.no_grad])
+def test_a_backward_within_inference_mode_is_that_outside_of_it(surrounding):
+    model = make_model("qwen3", dtype=torch.float64)
+    truth = linear.gradients(model, loss_of(linear.score_rows(model, ROWS)[0]))
+    scored = recomputing(model).score(ROWS)
+    loss_of(scored.logprobs).backward()
+    with surrounding():
+        scored.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12

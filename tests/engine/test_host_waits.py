@@ -24,7 +24,7 @@ from support.models import make_model
 from support.plans import planned
 from treetrain.device_arrays import on_device, to_device
 from treetrain.engine import engine_model
-from treetrain.engine.extensions import token_mixing
+from treetrain.engine.extensions import first_use
 from treetrain.engine.linear import LinearEngine
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
@@ -112,8 +112,8 @@ def on_meta() -> Iterator[None]:
         # What meta has not: a backend, free memory, autocast.
         replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
         replace(engine_model, "free_bytes", lambda device: 1 << 40)
-        # Once for a model, before its first step: a probe of adapters, whose random numbers come from the host.
-        replace(token_mixing, "token_mixing_checked", lambda engine: contextlib.nullcontext())
+        # Once for a model, before its first step: the comparison with its rows one by one.
+        replace(first_use, "compare_first_use", lambda engine, tree: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)
         replace(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)

@@ -28,9 +28,7 @@ class Tree:
         self.deferral.watch(self.logprobs, refuse=False)
 
     def drop_gradients(self):
-        self.deferral.arrived = False
-        for leaf in self.logprobs:
-            leaf.grad = None
+        self.deferral.forget()
 
     def backward(self, sync):
         assert not sync

@@ -156,13 +156,25 @@ class Deferral:
         self.at_end: Callable[[], None] = _leave_waiting
         """Called when a backward that has reached the scores ends, if no other may follow it through the same graph."""
         self._parameters = [weakref.ref(p) for p in parameters if p.requires_grad]
-        self._backward, self._keeps_graph = -1, False
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._backward = self._begun = -1
+        self._keeps_graph = False
         _watch_optimizers()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that will get gradients."""
         return [p for reference in self._parameters if (p := reference()) is not None]
+
+    @property
+    def dropped(self) -> bool:
+        """Whether gradients had arrived, and no parameter waits for them any more (``zero_grad``)."""
+        return self.arrived and not self.waiting()
+
+    def set_anew(self) -> list[nn.Parameter]:
+        """The parameters whose gradients were set anew while those of the others wait: they get none of what waits."""
+        waiting = {id(p) for p in self.waiting()}
+        return [p for p in self.parameters if id(p) not in waiting] if waiting else []
 
     def watch(self, leaves: Sequence[Tensor], *, refuse: bool) -> tuple[Tensor, ...]:
         """Defer the parameters' gradients when a backward ends in these leaves.
@@ -175,10 +187,27 @@ class Deferral:
             tensors with the leaves' values, to compute a loss from.
         """
         for leaf in leaves:
+            self._leaves.append(weakref.ref(leaf))
+            leaf.register_hook(self._begin)
             leaf.register_post_accumulate_grad_hook(self._arrive)
         if not refuse:
             return tuple(leaves)
         return _Refuse.apply(self, len(leaves), *_Same.apply(*leaves), *self.parameters)  # type: ignore[misc]
+
+    def _begin(self, _gradient: Tensor) -> None:
+        """Before a backward adds its first gradient: forget what earlier ones left and ``zero_grad`` dropped."""
+        number = torch._C._current_graph_task_id()
+        if number != self._begun:
+            self._begun = number
+            if self.dropped:
+                self.forget()
+
+    def forget(self) -> None:
+        """Forget the gradients that the leaves have received."""
+        self.arrived = False
+        for reference in self._leaves:
+            if (leaf := reference()) is not None:
+                leaf.grad = None
 
     def _arrive(self, _leaf: Tensor) -> None:
         number = torch._C._current_graph_task_id()

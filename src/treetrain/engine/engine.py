@@ -8,8 +8,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.engine_model import EngineModel, ModelState
+from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension, LossExtension, Reduces
 from treetrain.engine.facts import Metrics
@@ -109,6 +108,10 @@ class TreeEngine:
             include every context group as a whole.
         compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
             takes a minute in the first step. None: on a GPU, unless in FSDP2 or tensor parallel.
+        check: at the first use of the model, and again when its classes, forwards, hooks or adapters have changed,
+            compare a forest of a few dozen tokens with its rows one by one in the plain model. Hooks see these calls.
+            False does not compare. Models that processes divide (FSDP2, ZeRO-3, tensor and context parallel) are not
+            compared: `share_prefixes` does so in its first step, `verify` before the model is divided.
 
     Raises:
         UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
@@ -130,6 +133,7 @@ class TreeEngine:
         group: "dist.ProcessGroup | None" = None,
         context: "dist.ProcessGroup | None" = None,
         compile_layers: bool | None = None,
+        check: bool = True,
     ):
         model, self.sharing = loaded(model), Sharing()
         if dist.is_available() and dist.is_initialized():
@@ -158,8 +162,10 @@ class TreeEngine:
             compile_layers=compile_layers,
         )
         self.sharing.check_model(self.prepared.capabilities)
-        self._accepted: dict[bool, ModelState] = {}
-        """The state of the model whose adapters, hooks and forwards were accepted last, without and with gradients."""
+        self.check = check
+        """Whether the model is compared with its rows one by one at first use."""
+        self.accepted: dict[object, object] = {}
+        """The states of the model that were compared last, by mode; see `first_use`."""
 
     # ---- the model and its plans
 
@@ -289,7 +295,8 @@ class TreeEngine:
                 balance = self.router_balance(step.tree)
                 self.prepared.capabilities = asked
             step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
-            with Rollback(self.prepared.parameters, self.sharing) as rollback, self._layers_checked():
+            self._compare_first_use(step.tree)
+            with Rollback(self.prepared.parameters, self.sharing) as rollback:
                 result = self._run(step, plan, reduces, balance, rollback)
                 if ranks.data_size > 1:
                     result = summed(ranks.per_data_rank(ranks.exchange(result.on_host())), over=ranks.data_size)
@@ -617,6 +624,7 @@ class TreeEngine:
                 layout = reads.layout
             model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
             plan = self.plan_of(layout)
+            self._compare_first_use(tree)
             ranks.exchange(None)  # all ranks have a plan, or none runs a pass
             tokens = isinstance(reads, Batch)
             attach = functools.partial(model.extensions, tree, balanced=tokens and self.balanced)
@@ -628,8 +636,7 @@ class TreeEngine:
                 statistics=statistics and tokens,
                 passes_type=self.passes_type,
             )
-            with self._layers_checked():
-                return Scored(name, scoring, tree, reads, values=values is not None)
+            return Scored(name, scoring, tree, reads, values=values is not None)
 
     def logprobs(
         self,
@@ -675,19 +682,9 @@ class TreeEngine:
             "you) and has scored.aux_loss, or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
         )
 
-    def _layers_checked(self) -> AbstractContextManager[None]:
-        """Around a call: check adapters, hooks and forwards of users that have not been checked before."""
-        accepted = self._accepted.get(torch.is_grad_enabled())
-        if accepted == self.prepared.state and not self.sharing.collective:
-            return nullcontext()
-        return self._layers_tried()
+    def _compare_first_use(self, tree: TokenTree) -> None:
+        """Compare the model, in a state of classes, forwards and hooks that is new, with its rows one by one."""
+        if self.check and tree.num_tokens:
+            from treetrain.engine.extensions.first_use import compare_first_use
 
-    @contextmanager
-    def _layers_tried(self) -> Iterator[None]:
-        from treetrain.engine.extensions.token_mixing import token_mixing_checked
-
-        graph = torch.is_grad_enabled()
-        with token_mixing_checked(self.prepared) as unseen:
-            yield
-        if not unseen:
-            self._accepted[graph] = self.prepared.state
+            compare_first_use(self, tree)

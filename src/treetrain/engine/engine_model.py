@@ -1,21 +1,23 @@
 """A model as an engine sees it: what it can do, whether it has changed, what a pass costs, which plans fit into memory.
 
 A model may change at any time: an adapter, a dropout, a hook, a weight. Every call reads its settings once
-(`ModelState`). While they are equal, the model need not be checked again; while its hooks are too, nor need what users
-put on its layers (`extensions/token_mixing.py`). A score also keeps weights and buffers (`ScoredModel`), since parts
-that run again in its backward must compute what they computed before.
+(`ModelState`). While they are equal, the model need not be checked again; while its classes, forwards and hooks are
+too, nor need it be compared with its rows one by one (`extensions/first_use.py`). A score also keeps weights and
+buffers (`ScoredModel`), since parts that run again in its backward must compute what they computed before.
 """
 
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import cache
 from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
+from torch.nn.modules import module as _of_all_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -80,21 +82,27 @@ class ModelState(NamedTuple):
     """The other numbers, strings and flags that passes may read."""
     checked: dict[tuple[int, str], object]
     """What checks alone read, such as the kinds of the weights."""
-    hooks: dict[int, tuple[int, ...]]
-    """The numbers of the forward hooks by module, without those of `_HARMLESS`. A hook that is set anew gets another
-    number."""
+    code: dict[tuple[int, str], object]
+    """What runs: classes and their forwards, forwards of instances, submodules, functions such as activations, and
+    hooks. A hook that is set anew has another number. The hooks of `_HARMLESS` are left out."""
+    tensors: dict[tuple[int, str], Tensor]
+    """Buffers, and tensors that are plain attributes or stand in lists."""
     alive: list[object]
     """Objects of which the state has the address alone. While they are kept, no other object has the same address."""
 
     @classmethod
     def of(cls, model: nn.Module, value_head: nn.Module | None) -> "ModelState":
         """Read a model and a value head."""
-        switches, settings, checked, hooks, alive = state = cls({}, {}, {}, {}, [])
+        switches, settings, checked, code, tensors, alive = state = cls({}, {}, {}, {}, {}, [])
+        code[0, "global hooks"] = tuple(number for hooks in global_hooks() for number in hooks)
         configs = [getattr(model, "config", None)]
         for root in (model, value_head):
             for module in root.modules() if isinstance(root, nn.Module) else ():  # other heads are refused later
                 fields, holder = vars(module), id(module)
-                checked[holder, "__class__"] = type(module)
+                checked[holder, "__class__"] = code[holder, "__class__"] = kind_of = type(module)
+                code[id(kind_of), "forward of the class"] = kind_of.forward
+                if fields["_modules"]:
+                    code[holder, "submodules"] = tuple(fields["_modules"].values())
                 adapted = "_active_adapter" in fields
                 for name, value in fields.items():
                     plain = isinstance(value, _PLAIN)
@@ -102,18 +110,31 @@ class ModelState(NamedTuple):
                         kind = checked if name[0] == "_" or name in _WITHOUT_EFFECT else settings
                         kind = switches if adapted and name in _OF_ADAPTERS else kind
                         kind[holder, name] = value if plain else repr(value)
-                    elif isinstance(value, dict) and (name[0] != "_" or "drop" in name):
-                        checked[holder, name] = repr(value)
                     elif name in ("config", "forward", "_compiled_call_impl"):
                         checked[holder, name] = id(value)
                         alive.append(value)
-                if fields["_forward_pre_hooks"] or fields["_forward_hooks"]:
-                    before, after = (
-                        [n for n, hook in own.items() if getattr(hook, "__code__", None) not in _HARMLESS]
-                        for own in (fields["_forward_pre_hooks"], fields["_forward_hooks"])
-                    )
-                    if before or after:
-                        hooks[holder] = (*before, -1, *after)
+                        if name == "forward":
+                            code[holder, name] = value
+                    elif isinstance(value, _CONTAINERS) and (name[0] != "_" or "drop" in name):
+                        if (content := _content(value)) is not None:
+                            settings[holder, name] = content
+                        else:
+                            _read_container(holder, name, value, checked, tensors)
+                    elif name[0] != "_":
+                        if isinstance(value, Tensor):
+                            tensors[holder, name] = value
+                        elif callable(value):
+                            code[holder, name] = value
+                if any(fields[kind] for kind in HOOK_FIELDS):
+                    hooks = [
+                        [n for n, hook in fields[kind].items() if getattr(hook, "__code__", None) not in _HARMLESS]
+                        for kind in HOOK_FIELDS
+                    ]
+                    if any(hooks):
+                        code[holder, "hooks"] = tuple(map(tuple, hooks))
+                for name, buffer in fields["_buffers"].items():
+                    if buffer is not None:
+                        tensors[holder, name] = buffer
                 for name, p in fields["_parameters"].items():
                     if p is not None:
                         packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
@@ -137,6 +158,45 @@ class ModelState(NamedTuple):
         return state
 
 
+HOOK_FIELDS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_CONTAINERS = dict, list, tuple
+
+
+def global_hooks() -> tuple[dict[int, object], ...]:
+    """PyTorch's hooks on all modules."""
+    return tuple(
+        getattr(_of_all_modules, f"_global_{when}_hooks")
+        for when in ("forward_pre", "forward", "backward_pre", "backward")
+    )
+
+
+def _content(value: object) -> object:
+    """The numbers, strings and flags in nested lists and dictionaries; None if there is something else in them."""
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    content = []
+    for item in items:  # type: ignore[attr-defined]
+        inner = _content(item) if isinstance(item, _CONTAINERS) else item
+        if not isinstance(inner, (*_PLAIN, tuple)) or (inner is None and item is not None):
+            return None
+        content.append(inner)
+    return tuple(content)
+
+
+def _read_container(
+    holder: int,
+    name: str,
+    value: object,
+    checked: dict[tuple[int, str], object],
+    tensors: dict[tuple[int, str], Tensor],
+) -> None:
+    """Read a container that holds objects: its tensors, and what a dictionary shows of the others."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
+    found = {f"{name}[{key!r}]": item for key, item in items if isinstance(item, Tensor)}
+    tensors.update({(holder, place): item for place, item in found.items()})
+    if isinstance(value, dict):
+        checked[holder, name] = repr({key: item for key, item in value.items() if not isinstance(item, Tensor)})
+
+
 _TRAINED = ".requires_grad"
 """The end of the names of the requires_grad flags."""
 _HARMLESS = tuple(x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType))
@@ -145,7 +205,7 @@ trainers set it anew whenever they have generated, and leave the old ones on."""
 
 
 class ScoredModel:
-    """The model that a score has read: settings, weights and buffers.
+    """The model that a score has read: settings, weights, buffers, and the code that runs.
 
     Make it before the forward, and call `leave_out_changes` after it: counters and caches that a forward writes are not
     what its result depends on.
@@ -153,37 +213,55 @@ class ScoredModel:
 
     def __init__(self, model: "EngineModel"):
         self._model = model
-        self._before, self._weights = self._read(model.state), self._sums()
+        self._before, self._weights, self._code = self._read(model.state), self._sums(), model.state.code
 
     def leave_out_changes(self) -> None:
         """Do not compare the settings and buffers that have changed since the state was read."""
         now = self._read(ModelState.of(self._model.model, self._model.value_head))
         self._before = {at: value for at, value in self._before.items() if _same(value, now.get(at, _GONE))}
 
-    def check(self, call: str) -> None:
-        """Raise RuntimeError if a backward now would not match the scores that `call` gave."""
-        if not torch.equal(self._weights, self._sums()):
+    def check(self, call: str, *, runs_again: bool) -> None:
+        """Raise RuntimeError if a backward now would not match the scores that `call` gave.
+
+        Args:
+            runs_again: whether parts run forward again, so that settings, buffers and code must be the same too. The
+                backward of a kept graph reads none of them, as in plain autograd; frozen weights are refused.
+        """
+        change = self.change(weights_alone=not runs_again)
+        if change == _WEIGHTS:
             raise RuntimeError(
                 f"the model's weights have changed between {call} and its backward (by an optimiser step? or "
                 "did torch.func.functional_call put others in for a call?); gradients would belong to other weights: "
                 "call backward first, or score again"
             )
-        now = self._read(ModelState.of(self._model.model, self._model.value_head))
+        if change is not None:
+            raise RuntimeError(
+                f"the model was switched between {call} and its backward ({change}); gradients would be those of "
+                "another model: call backward first, or switch back, or score again"
+            )
+
+    def change(self, *, weights_alone: bool = False) -> str | None:
+        """Say what has changed in the model; None if nothing has."""
+        if not torch.equal(self._weights, self._sums()):
+            return _WEIGHTS
+        state = ModelState.of(self._model.model, self._model.value_head)
+        now = {**state.switches} if weights_alone else self._read(state)
         for at, then in self._before.items():
+            if weights_alone and not at[1].endswith(_TRAINED):
+                continue
             if not _same(then, now.get(at, _GONE)):
-                raise RuntimeError(
-                    f"the model was switched between {call} and its backward "
-                    f"({self._change(*at, then, now.get(at, _GONE))}); gradients would be those of another model: call "
-                    "backward first, or switch back, or score again"
-                )
+                return self._change(*at, then, now.get(at, _GONE))
+        if not (weights_alone or self._model.sharing.collective):  # sharded modules set their own hooks anew
+            for at in (*self._code, *state.code):
+                if self._code.get(at) != state.code.get(at):
+                    return self._change_of_code(*at)
+        return None
 
     def _read(self, state: ModelState) -> dict[tuple[int, str], object]:
         """The settings that passes may read, copies of small buffers, and checksums of large ones."""
-        roots = (self._model.model, self._model.value_head)
-        of_modules = [(id(m), m._buffers) for root in roots if root is not None for m in root.modules()]
-        own = [((holder, n), _own_part(b)) for holder, bs in of_modules for n, b in bs.items() if b is not None]
-        buffers = {at: x.detach().clone() if x.numel() <= _SMALL else _checksum(x) for at, x in own}
-        return {**state.switches, **state.settings, **buffers}
+        own = [(at, _own_part(tensor)) for at, tensor in state.tensors.items()]
+        tensors = {at: x.detach().clone() if x.numel() <= _SMALL else _checksum(x) for at, x in own}
+        return {**state.switches, **state.settings, **tensors}
 
     def _sums(self) -> Int64[Tensor, " weights"]:
         """Checksums of the weights, frozen ones too (a part that runs again would see their new values).
@@ -203,6 +281,14 @@ class ScoredModel:
         shown = str if name in _OF_ADAPTERS else repr
         return f"{name.lstrip('_')} of {place} was {shown(then)} and is {shown(now)}"
 
+    def _change_of_code(self, holder: int, name: str) -> str:
+        """Describe a change of what runs."""
+        if not holder:
+            return "PyTorch's hooks on all modules have changed"
+        classes = {id(kind): kind for kind in map(type, self._model.model.modules())}
+        place = classes[holder].__qualname__ if holder in classes else self._name(holder)
+        return f"{name.strip('_')} of {place} {'have' if name.endswith('s') and name != '__class__' else 'has'} changed"
+
     def _name(self, holder: int) -> str:
         """Name a module by its path, a configuration by its class."""
         for name, module in self._model.model.named_modules():
@@ -210,9 +296,11 @@ class ScoredModel:
                 return name or "the model"
             if id(vars(module).get("config")) == holder:
                 return type(module.config).__name__
-        return "the value head"
+        in_head = self._model.value_head is not None and holder in map(id, self._model.value_head.modules())
+        return "the value head" if in_head else "a module that is gone"
 
 
+_WEIGHTS = "weights"
 _GONE = "not there"
 
 
@@ -221,8 +309,30 @@ def _own_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
 
 
+_COLUMNS, _ROWS = 1021, 128
+"""A checksum reads a tensor as matrices of this size. The number of columns is prime, so that no row of a weight and no
+expert moves by a multiple of it within a matrix."""
+_PLACES = 2**14
+
+
+@cache
+def _multipliers(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Random odd numbers, or random numbers from 0 to 1 for a dtype of floats: the first of a fixed sequence."""
+    if count < _PLACES:
+        return _multipliers(_PLACES, device, dtype)[:count]
+    random = torch.Generator().manual_seed(0)
+    if dtype.is_floating_point:
+        return torch.rand(_PLACES, generator=random, dtype=dtype).to(device)
+    return torch.randint(-(2**62), 2**62, (_PLACES,), generator=random).mul_(2).add_(1).to(device)
+
+
 def _checksum(values: Tensor) -> Int64[Tensor, ""]:
-    """Sum a tensor's bits as 64-bit integers, which wrap around: several times faster than a sum of floats."""
+    """Sum a tensor's bits as 64-bit integers that wrap around, times random odd numbers that depend on their places.
+
+    A large tensor is read as matrices, whose columns are summed before the sums are multiplied, by column and by
+    matrix: no copy is made, and it takes about as long as a plain sum. An even number of changed signs in float64 would
+    cancel, since signs are the highest bits; so its values are summed too.
+    """
     if is_traceable_wrapper_subclass(values):  # quantised weights that are several tensors
         names, _ = values.__tensor_flatten__()  # type: ignore[attr-defined]
         return torch.stack([_checksum(getattr(values, name)) for name in names]).sum()
@@ -230,10 +340,30 @@ def _checksum(values: Tensor) -> Int64[Tensor, ""]:
     count, tail = flat.numel() * flat.itemsize, flat.numel() * flat.itemsize % 8
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
-    if not tail:
-        return flat.view(torch.int64).sum()
-    raw = flat.view(torch.uint8)
-    return raw[: count - tail].view(torch.int64).sum() + raw[count - tail :].sum()
+    if tail:
+        raw = flat.view(torch.uint8)
+        last = raw[count - tail :].to(torch.int64)
+        return _checksum(raw[: count - tail]) + (last * _multipliers(tail, flat.device, torch.int64)).sum()
+    total = _sum_by_place(flat.view(torch.int64))
+    if values.dtype == torch.float64:
+        total = total + (_sum_by_place(flat).view(torch.int64) >> 1)  # the sign is not the highest bit then
+    return total
+
+
+def _sum_by_place(values: Tensor) -> Tensor:
+    """The sum of numbers [n], each times a number that depends on its place."""
+    device, dtype, size = values.device, values.dtype, _ROWS * _COLUMNS
+    if len(values) <= _PLACES:
+        return (values * _multipliers(len(values), device, dtype)).sum()
+    by_column = _multipliers(_COLUMNS, device, dtype)
+    if len(values) <= size:
+        whole = len(values) // _COLUMNS * _COLUMNS
+        return (values[:whole].view(-1, _COLUMNS).sum(0) * by_column).sum() + _sum_by_place(values[whole:])
+    whole = len(values) // size * size
+    by_matrix = (values[:whole].view(-1, _ROWS, _COLUMNS).sum(1) * by_column).sum(1)
+    number = torch.arange(len(by_matrix), device=device) % _PLACES
+    total = (by_matrix * _multipliers(_PLACES, device, dtype)[number]).sum()
+    return total + 3 * _sum_by_place(values[whole:])
 
 
 def _same(then: object, now: object) -> bool:
@@ -274,7 +404,7 @@ class EngineModel:
         """Whether decoder layers run compiled."""
         self._compiled: dict[nn.Module, Callable[..., object]] = {}
         """See `compiled_layers`."""
-        self.state = ModelState({}, {}, {}, {}, [])
+        self.state = ModelState({}, {}, {}, {}, {}, [])
         """Its settings in the latest call."""
         self.undrawn: list[nn.Module] = []
         """Adapters (LoHa, LoKr) that draw a random number in training mode although their dropout is 0."""

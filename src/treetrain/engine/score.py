@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
-from treetrain.engine.deferred import Deferral
+from treetrain.engine.deferred import Deferral, gradients_aside
 from treetrain.engine.engine_model import EngineModel, ScoredModel
 from treetrain.engine.executor import Executor
 from treetrain.engine.extension import Extension, LossExtension, Reduces
@@ -274,10 +274,11 @@ class Scored:
         self._name, self._scoring, self._reads, self._spent = name, scoring, reads, False
         self.live = scoring.live
         engine = scoring.engine
-        self._model = ScoredModel(engine) if self.live else None
+        self.model = ScoredModel(engine) if self.live else None
+        """The model as it is now; None under ``torch.no_grad``."""
         table = scoring.forward()
-        if self._model is not None:
-            self._model.leave_out_changes()
+        if self.model is not None:
+            self.model.leave_out_changes()
         self.logprobs = ()
         self.entropies = self.values = self.rewards = None
         self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
@@ -331,6 +332,14 @@ class Scored:
         return self._scoring.plan.num_parts
 
     @property
+    def runs_again(self) -> bool:
+        """Whether parts or checkpointed layers run forward again in `backward`."""
+        from treetrain.models.capability import is_checkpointed
+
+        plan = self._scoring.plan
+        return plan.scores_first != "kept" or not plan.kept.all() or is_checkpointed(self._scoring.engine.model)
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model that scored, and of its value head."""
         return self._scoring.engine.parameters
@@ -345,17 +354,15 @@ class Scored:
     def model_has_changed(self) -> bool:
         """Whether weights, buffers, adapters or settings are others than when it scored."""
         try:
-            if self._model is not None:
-                self._model.check(self._name)
+            if self.model is not None:
+                self.model.check(self._name, runs_again=self.runs_again)
         except RuntimeError:
             return True
         return False
 
     def drop_gradients(self) -> None:
         """Forget the gradients that the leaves have received."""
-        self.deferral.arrived = False
-        for leaf in self.leaves:
-            leaf.grad = None
+        self.deferral.forget()
 
     def zero_gradients(self) -> None:
         """Give the leaves gradients of zero, so that this rank runs `backward` with others whose leaves have some."""
@@ -377,17 +384,23 @@ class Scored:
                 does. False leaves them local; pass it in every call of an accumulation except the last.
 
         Raises:
-            RuntimeError: a second call; weights, buffers, adapters or settings changed since `score`; no leaf has a
-                gradient; `score` ran under ``torch.no_grad``; memory ran out while ``.grad`` held gradients of earlier
+            RuntimeError: a second call; weights changed since `score`, or, where parts run again, also buffers,
+                adapters, settings, hooks, forwards or classes; no leaf has a gradient, or ``zero_grad`` has dropped
+                them; `score` ran under ``torch.no_grad``; memory ran out while ``.grad`` held gradients of earlier
                 calls.
             RanksDisagree: another rank failed, or has another `sync`.
         """
         engine, sharing = self._scoring.engine, self._scoring.engine.sharing
         ranks = sharing.ranks if sync else sharing.passes_with
-        with ranks.together("Scored.backward"):
+        # Parts that run again need a graph, whatever surrounds this call.
+        with torch.inference_mode(False), torch.enable_grad(), ranks.together("Scored.backward"):
             gradients = self._gradients()
             ranks.same({"sync": sync})  # every rank has checked its own before any of them starts
-            with self.deferral.lifted(), Rollback(engine.parameters, sharing) as rollback:
+            with (
+                gradients_aside(self.deferral.set_anew()),
+                self.deferral.lifted(),
+                Rollback(engine.parameters, sharing) as rollback,
+            ):
                 self._spent = True
                 try:
                     self._scoring.backward(*gradients, "each" if sync else "never", rollback)
@@ -407,13 +420,18 @@ class Scored:
     def _check_backward(self) -> None:
         """Raise RuntimeError if a backward now would not match the scores."""
         name = self._name
-        if self._model is None:
+        if self.model is None:
             raise RuntimeError(
                 f"{name} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
             )
         if self._spent:
             raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
-        self._model.check(name)
+        self.model.check(name, runs_again=self.runs_again)
+        if self.deferral.dropped:
+            raise RuntimeError(
+                "the gradients that had arrived in what TreeEngine.score gave have been dropped (zero_grad?): call "
+                "zero_grad() before the loss's backward"
+            )
         # A rank without rows has the routers' auxiliary loss alone, which its loss may leave out.
         of_rows = any(x.numel() for kind, leaves in self._leaves.items() if kind != "aux_loss" for x in leaves)
         if of_rows and all(x.grad is None for x in self.leaves):

@@ -272,6 +272,11 @@ def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> int:
                 _TRUSTED[type(module)] = _try_tiny(module, config)
             if wrong := _TRUSTED[type(module)]:
                 raise UnsupportedModel(f"{name} ({kind}) {wrong}.")
+            if "forward" in vars(module) and "_hf_hook" not in vars(module):  # accelerate's moves tensors to a device
+                raise UnsupportedModel(
+                    f"{name} ({kind}) has a forward of its own, which a tree cannot run: its recurrence follows the "
+                    "tree in the place of this forward. Use forward hooks, which run, or wrap the module around it."
+                )
             known.append(name)
         elif any(word in kind.lower() for word in _RECURRENT) and "norm" not in kind.lower():
             by_name.append((name, kind))

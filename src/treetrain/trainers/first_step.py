@@ -29,6 +29,7 @@ from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.engine.costs import compute_dtype
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.extensions.first_use import accept, advice
 from treetrain.engine.ranks import Ranks
 from treetrain.engine.score import Scored
 from treetrain.kernel_checks import relative_error
@@ -69,7 +70,7 @@ LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 TRL_TILE, TRL_TILE_BYTES = 32_768, 36
 """The most tokens of the vocabulary in a tile of TRL's head, and bytes for each logit of a tile in its backward when
 plain torch operations compute it: the tile, eight copies in float32 and a mask (trl/kernels/chunked_logprob.py)."""
-REPORT = "train without share_prefixes and report this model"
+WITHOUT = "train without share_prefixes"
 _BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx", *TOKEN_TYPES)
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
@@ -340,7 +341,8 @@ class FirstStep:
             weight = next((name for what, name in not_finite(model) if what == "weights"), None)
             why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
         for each, how in zip(differences, ("as one part", "in parts")):
-            logger.info(_judged(each, why, f"{self._count} rows {how}", dtype, limit, loss_limit))
+            rows = f"{self._count} rows {how}"
+            logger.info(_judged(each, why, self._advice, rows, dtype, limit, loss_limit))
         logs = {
             "tree/score_difference": max(each.scores for each in differences),
             "tree/gradient_difference": max(each.gradients for each in differences),
@@ -368,7 +370,7 @@ class FirstStep:
     def _why_they_differ(self) -> str:
         """Say why both sides differ where the plain model was not called on each row by itself, or only so."""
         if self._alone:
-            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {REPORT}"
+            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {self._advice}"
         why, change = _layout_of(self.batch, self._rows)
         return f"Shared prefixes compute each row by itself, which is right. If {why}, {change}"
 
@@ -410,8 +412,18 @@ class FirstStep:
                 "check='rows', which compares with each row by itself"
             )
         if batch <= limit and not tree <= limit:
-            return f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {REPORT}"
-        return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {REPORT}"
+            return (
+                "Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; "
+                f"{self._advice}"
+            )
+        return (
+            f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {self._advice}"
+        )
+
+    @property
+    def _advice(self) -> str:
+        """What to do where shared prefixes are wrong."""
+        return advice(self._engine.model, WITHOUT)
 
 
 def label_logprobs(
@@ -476,6 +488,7 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
         return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
     first = FirstStep(engine, Sample(call, rows_of(call, model=engine.model), range(len(chosen))), "loss", plain)
+    accept(engine)  # compared here
     first.run_plain(timed=False)
     rows = rows_of(first.batch, model=engine.model)
     for each in first.engines:
@@ -497,8 +510,10 @@ def _gradients_agree(difference: Difference, limit: float) -> bool:
     return difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit
 
 
-def _judged(difference: Difference, why: str, rows: str, dtype: torch.dtype, limit: float, loss_limit: float) -> str:
-    """One sentence that says how far apart they are.
+def _judged(
+    difference: Difference, why: str, cure: str, rows: str, dtype: torch.dtype, limit: float, loss_limit: float
+) -> str:
+    """One sentence that says how far apart they are; `why` they differ, or else the cure.
 
     Args:
         rows: how many, and how they ran.
@@ -524,8 +539,8 @@ def _judged(difference: Difference, why: str, rows: str, dtype: torch.dtype, lim
     if not _gradients_agree(difference, limit):
         raise RuntimeError(
             f"first step, {rows}: gradients of the plain model and with shared prefixes differ by "
-            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. {why}. "
-            "check=False does not compare"
+            f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. "
+            f"{why or cure[0].upper() + cure[1:]}. check=False does not compare"
         )
     return (
         f"{rows} of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "

@@ -31,7 +31,7 @@ from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD, replaced
 from treetrain.planning.make import Bytes
 from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of, with_labels
-from treetrain.trainers.step_scores import StepScores, TreeScores
+from treetrain.trainers.step_scores import Ask, StepScores, TreeScores
 
 if TYPE_CHECKING:
     from treetrain.engine.score import Scored
@@ -245,6 +245,8 @@ class PrefixSharing:
         module = importlib.import_module(f"treetrain.trainers.{module}")
         self.processes: Processes = getattr(module, kind)(trainer)
         self.trainer, self.budget, self.check = trainer, budget, check
+        self._checks = bool(check)
+        """Whether engines compare a model at first use, where the comparison of the first step does not."""
         self._settle = _weakly(self.settle)
         assert trainer.model is not None
         self.model: nn.Module = trainer.model
@@ -288,7 +290,9 @@ class PrefixSharing:
             training = model.training
             model.train()  # so that checks see active dropout
             try:
-                self._engines[key] = TreeEngine(model, budget=self.budget, temperature=head.temperature)
+                self._engines[key] = TreeEngine(
+                    model, budget=self.budget, temperature=head.temperature, check=self._checks
+                )
             finally:
                 model.train(training)
         return self._engines[key]
@@ -519,6 +523,7 @@ class PrefixSharing:
         Args:
             ranks: those that run every pass together.
         """
+        from treetrain.engine.extensions.first_use import accept
         from treetrain.trainers.first_step import FirstStep
 
         alone = self.check == "rows"
@@ -529,6 +534,7 @@ class PrefixSharing:
                     "loss of a whole batch does not allow: take True or False"
                 )
         own, temperature = self._engine(forward.module, head), head.temperature
+        accept(own)
         first = FirstStep(own, sample, kind, forward.plain, temperature=temperature, alone=alone, ranks=ranks)
         first.run_plain()
         for engine in first.engines:
@@ -572,27 +578,28 @@ class PrefixSharing:
         self, engine: TreeEngine, model: nn.Module, head: FusedHead, rows: Rows, training: bool, *, balanced: bool
     ) -> tuple[TreeScores, slice]:
         """The scores of a tree that holds these rows, and the slice of its rows that they are."""
-        from treetrain.engine.engine_model import ModelState
+        from treetrain.engine.engine_model import ScoredModel
+        from treetrain.engine.extensions.first_use import users_hooks
 
-        # A model with another adapter, with adapters disabled, or with other weights counts as another model.
-        key = (
-            id(model),
-            head,
-            tuple(ModelState.of(model, None).switches.items()),
-            sum(p._version for p in model.parameters()),
-        )
+        collective = engine.sharing.collective
         # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.
-        hooked = (
-            training
-            and not engine.sharing.collective
-            and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-        )
+        hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+        alone = balanced or (not collective and (hooked or bool(users_hooks(model))))
         if training:
             self.settle(everything=False, last=False)  # several trees in a micro-batch would be alive at once
-        scores, own = self.steps.scores_for(key, rows, together=not (balanced or hooked))
+        ask = Ask.of(model, head, engine.prepared.device.type)
+        scores, own = self.steps.scores_for(ask, rows, together=not alone)
         if scores.scored is None:
             started = self.gains.now() if training else 0.0
+            joint = scores.last > scores.first
+            if joint and not training:
+                engine.prepared.check()
+                scores.model = ScoredModel(engine.prepared)
             scores.scored = self._run(engine, head, scores)
+            if joint and not training:
+                scores.model.leave_out_changes()
+            elif joint:
+                scores.model = scores.scored.model
             if training:
                 self.processes.scored(scores.scored, self._settle)
                 self.gains.add(scores.scored, scores.tree, engine.prepared.cost, started)

@@ -6,7 +6,10 @@ all micro-batches of a step before it trains the first. So the model's first cal
 computes its own loss from its own rows, as usual. The tree's backward runs once, after the training step of its last
 micro-batch.
 
-Exactness does not depend on this order. Unexpected rows are scored by themselves. If gradients are needed earlier,
+Exactness does not depend on this order. What was scored ahead of time for a micro-batch answers its first call alone,
+and only while the model is what it was then: weights, buffers, settings, hooks, forwards and classes are compared. Any
+other call is scored when it is made, from its own rows; so are unexpected rows, and all calls of a model with hooks or
+forwards that users have put on it, which may read what differs between micro-batches. If gradients are needed earlier,
 those that have arrived run through the tree, and later micro-batches are scored again.
 
 Who keeps the scores, with all graphs of their tree? Before a backward the graph of the loss does, and the step if later
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from treetrain.engine.ranks import Ranks
@@ -30,6 +33,7 @@ from treetrain.trainers.batches import ModelInputs, Rows, model_inputs, tree_of
 from treetrain.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
+    from treetrain.engine.engine_model import ScoredModel
     from treetrain.engine.score import Scored
 
 CUTS = 2
@@ -39,6 +43,23 @@ WORTH_JOINING = 0.9
 graphs need more memory; if they do not fit, the forward runs twice."""
 
 
+class Ask(NamedTuple):
+    """What a call asks for."""
+
+    model: int
+    """The identity of the model."""
+    head: Hashable
+    """The settings of the scores."""
+    gradients: bool
+    autocast: tuple[bool, torch.dtype]
+
+    @classmethod
+    def of(cls, model: nn.Module, head: Hashable, device: str) -> "Ask":
+        """A call that is made now."""
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(id(model), head, torch.is_grad_enabled(), autocast)
+
+
 @dataclass(eq=False)
 class TreeScores:
     """The rows of one or several micro-batches as one tree, and its scores."""
@@ -46,8 +67,14 @@ class TreeScores:
     first: int
     """The number of the first of these micro-batches in its step."""
     batches: Sequence[Rows]
+    ask: "Ask | None" = None
+    """The calls that it may answer."""
     scored: "Scored | None" = None
     """None until the tree is scored."""
+    model: "ScoredModel | None" = None
+    """The model as it was when it scored several micro-batches."""
+    answered: set[int] = field(default_factory=set)
+    """The micro-batches whose first call was answered."""
 
     @property
     def last(self) -> int:
@@ -97,8 +124,8 @@ class Step:
     """The number of the micro-batch that was trained last, or is being trained."""
     training: bool = False
     """Whether a micro-batch is being trained now."""
-    trees: dict[Hashable, TreeScores] = field(default_factory=dict)
-    """Trees of several micro-batches, by the model that scored them and its settings."""
+    trees: list[TreeScores] = field(default_factory=list)
+    """Trees of several micro-batches."""
     complete: bool = False
     """Whether the last micro-batch has ended, so that gradients are those of all processes."""
 
@@ -113,7 +140,7 @@ class Step:
 
     def end(self) -> None:
         """End the step, after its last micro-batch."""
-        self.trees, self.complete = {}, True
+        self.trees, self.complete = [], True
 
 
 class Arrivals(NamedTuple):
@@ -161,43 +188,53 @@ class StepScores:
         self.waiting: list[TreeScores] = []
         """Scores that a backward has reached, and whose gradients have not gone through their tree. If `ranks` are
         several, also scores that a backward may still reach."""
-        self._cuts = 0  # trees that were settled before their last micro-batch
+        self._cuts = 0  # joint trees that did not serve their last micro-batch
 
     def begin_step(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Set the micro-batches of the next optimizer step."""
         self.step = Step(list(batches))
 
-    def scores_for(self, key: Hashable, rows: Rows, *, together: bool = True) -> tuple[TreeScores, slice]:
+    def scores_for(self, ask: Ask, rows: Rows, *, together: bool = True) -> tuple[TreeScores, slice]:
         """The tree to answer a call from, which may have been scored already, and the slice of its rows that these are.
 
         Args:
-            key: the model that is called, and its settings.
-            together: False for this micro-batch alone, for losses over a whole batch such as the routers'.
+            together: False for this micro-batch alone, for losses over a whole batch such as the routers', and for
+                models with hooks of users.
         """
         joint = None
         # All ranks of `ranks` have the same settings, and have cut the same trees, so they decide alike here.
         if together and self.step.training and self._cuts < CUTS:
-            joint = self._joint_scores((key, torch.is_grad_enabled()), rows)
+            joint = self._joint_scores(ask, rows)
         scores = TreeScores(self.step.number, [rows]) if joint is None else joint
+        scores.answered.add(self.step.number)
         return scores, scores.rows_of(self.step.number)
 
-    def _joint_scores(self, key: Hashable, rows: Rows) -> TreeScores | None:
+    def _joint_scores(self, ask: Ask, rows: Rows) -> TreeScores | None:
         """The scores of these rows and those of other micro-batches in one tree; a collective call of `ranks`.
 
-        None if the ranks have other micro-batches, or if the tree is hardly smaller than those of its micro-batches.
+        None if this is not the first call for them, if the ranks have other micro-batches, or if the tree is hardly
+        smaller than those of its micro-batches.
         """
         step = self.step
-        scores = step.trees.get(key)
-        if scores is None or not scores.has(step.number, rows):
-            scores = TreeScores(step.number, self._following(rows))
+        known = [tree for tree in step.trees if tree.ask == ask and tree.has(step.number, rows)]
+        scores = next((tree for tree in known if tree.model is None or tree.model.change() is None), None)
+        # The model was another one when these were scored ahead.
+        stale = scores is None and any(step.number not in tree.answered for tree in known)
+        if scores is None:
+            scores = TreeScores(step.number, self._following(rows), ask)
+            step.trees.append(scores)
         several = scores.last > scores.first
         with self.ranks.together("the scores of a micro-batch"):
-            batches = scores.first, scores.last, scores.scored is None
-            answers = self.ranks.exchange((batches, scores.tokens if several else (0, 0)))
-        if not several or any(other != batches for other, _ in answers):
+            batches = scores.first, scores.last, scores.scored is None, step.number in scores.answered
+            answers = self.ranks.exchange((batches, stale, scores.tokens if several else (0, 0)))
+        if any(was_stale for _, was_stale, _ in answers):
+            self._cut(
+                "the model changes between the micro-batches of a step (weights, settings, hooks), so they do not "
+                "share prefixes with each other any more; results are exact"
+            )
+        if not several or batches[-1] or any(other != batches for other, _, _ in answers):
             return None
-        step.trees[key] = scores
-        joint, apart = (sum(tokens) for tokens in zip(*(counts for _, counts in answers)))
+        joint, apart = (sum(tokens) for tokens in zip(*(counts for _, _, counts in answers)))
         return scores if joint <= WORTH_JOINING * apart else None
 
     def keeping(self, scores: TreeScores, output: Tensor) -> Tensor:
@@ -229,8 +266,6 @@ class StepScores:
             everything: also trees from which more gradients are expected. Such rows are then scored again.
             sync: with `ranks`, reduce the gradients over them.
         """
-        from treetrain.engine.deferred import gradients_aside
-
         done = []
         for scores in list(self.waiting):
             scored = scores.scored
@@ -253,15 +288,12 @@ class StepScores:
             if outcome == "drop":
                 scored.drop_gradients()
                 continue
-            self.step.trees = {key: tree for key, tree in self.step.trees.items() if tree is not scores}
+            self.step.trees = [tree for tree in self.step.trees if tree is not scores]
             self._count_cut(scores)
             if not waiting:
                 scored.zero_gradients()  # other ranks have some
-            still = {id(p) for p in waiting}
-            set_anew = [p for p in deferral.parameters if id(p) not in still] if waiting else []
             try:
-                with gradients_aside(set_anew):
-                    scored.backward(sync=sync)
+                scored.backward(sync=sync)
             except RuntimeError as error:
                 if not scored.model_has_changed:
                     raise
@@ -275,19 +307,21 @@ class StepScores:
 
     def _has_ended(self, scores: TreeScores) -> bool:
         """Whether no more gradients are expected: the model may be called for a joint tree again in a micro-batch."""
-        step, joint = self.step, any(scores is tree for tree in self.step.trees.values())
+        step, joint = self.step, any(scores is tree for tree in self.step.trees)
         return scores.last < step.number or (scores.last == step.number and not (step.training and joint))
 
     def _count_cut(self, scores: TreeScores) -> None:
-        early = scores.last > self.step.number
-        self._cuts += early
-        if early and self._cuts == CUTS:
-            warnings.warn(
+        if scores.last > self.step.number:
+            self._cut(
                 "gradients are read, clipped or changed between the micro-batches of a step, so micro-batches do not "
                 "share prefixes with each other any more; results are exact. Do it after the last micro-batch "
-                "(on_pre_optimizer_step) or take larger micro-batches to share more",
-                stacklevel=2,
+                "(on_pre_optimizer_step) or take larger micro-batches to share more"
             )
+
+    def _cut(self, why: str) -> None:
+        self._cuts += 1
+        if self._cuts == CUTS:
+            warnings.warn(why, stacklevel=2)
 
     def _following(self, rows: Rows) -> list[Rows]:
         """These rows and those of the following micro-batches, as far as they are known; else only these."""

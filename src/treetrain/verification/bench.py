@@ -104,7 +104,7 @@ def bench(
     tree = build_tree(rows)
     linear = cheapest_rows(tree) if loss is None else rows
     loss = as_loss(sft() if loss is None else loss)
-    engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
+    engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature, check=False)}
     for kind, _, size in (name.partition(" ") for name in wanted):
         engines[f"{kind} {size}"] = kinds[kind](model, pack_tokens=int(size), temperature=temperature)
 
@@ -276,7 +276,7 @@ def _chain(tokens: int, vocabulary: int) -> Plan:
 
 def _pass_seconds(model: nn.Module, plan: Plan) -> float:
     """Measure the least time of a forward and backward of a plan: other load only adds time."""
-    times, engine = [], TreeEngine(model)
+    times, engine = [], TreeEngine(model, check=False)
     extensions = engine.prepared.extensions(build_tree([]), balanced=False)
     with engine.ranks.together("measured_cost"):  # the passes of a sharded model are collective
         for _ in range(CALIBRATION_PASSES + 1):

@@ -146,7 +146,7 @@ def verify(
         )
     normaliser = float(loss.normaliser(rows))
 
-    engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
+    engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head, check=False)
     result, gradients = plain.gradients_of(lambda: engine.forward_backward(tree, loss, normaliser), size)
 
     def run_linear() -> float:
