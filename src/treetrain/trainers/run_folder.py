@@ -108,7 +108,8 @@ def check_contents(
         return
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
     foreign = [name for name in checkpoints if not is_own(folder / name)]
-    free = next(path for n in range(2, 10**6) if not os.path.lexists(path := folder.with_name(f"{folder.name}-{n}")))
+    named = folder if folder.name else Path(os.path.abspath(folder))  # "." has no name
+    free = next(path for n in range(2, 10**6) if not os.path.lexists(path := named.with_name(f"{named.name}-{n}")))
     cure = f"give a new output_dir such as {free}, or allow it with {how}"
     if foreign:
         raise FolderRefused(
