@@ -1,8 +1,8 @@
 """Loading files of a checkpoint without running code that they hold.
 
 A pickle can name any function of any module and have it called. `torch.load(weights_only=True)` refuses that, but two
-readers of `torch.distributed.checkpoint` do not use it: that of `.metadata`, which is a plain pickle, and that of values
-that are no tensors. `numpy` arrays of Python objects, which the random state may hold for transformers, are addresses
+readers of `torch.distributed.checkpoint` do not use it: that of `.metadata`, which is a plain pickle, and that of
+values that are no tensors. `numpy` arrays of Python objects, which the random state may hold for transformers, are addresses
 of memory, and reading them may crash the process.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 

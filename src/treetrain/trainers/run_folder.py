@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 
 from treetrain.errors import quoted
@@ -134,7 +133,9 @@ def check_contents(
 def check_links(folder: Path) -> None:
     """Refuse links in the places of files that a run writes. Raises FolderRefused: they would be written through."""
     names = os.listdir(folder) if folder.is_dir() else []
-    links = sorted(name for name in names if os.path.islink(folder / name) and any(map(partial(fnmatch, name), WRITTEN)))
+    links = sorted(
+        name for name in names if os.path.islink(folder / name) and any(fnmatch(name, pattern) for pattern in WRITTEN)
+    )
     if links:
         raise FolderRefused(
             f"{folder} holds the link {links[0]} to {quoted(os.readlink(folder / links[0]))}, which the run would "
