@@ -9,6 +9,7 @@ import torch
 
 import treetrain as tt
 from support.tree_runs import branching_rows, make_arguments, small_model
+from treetrain.engine.loss_gradients import predictions_of
 from treetrain.errors import DataError
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.run_folder import FolderRefused, check_contents
@@ -73,6 +74,14 @@ def test_a_mask_with_anything_but_zeros_and_ones_is_refused() -> None:
         with pytest.raises(DataError, match=r"attention_mask\[0, 1\] is .*; give 1 for tokens and 0 for padding"):
             tt.from_padded(ids, torch.tensor([[1.0, wrong, 1.0]]))
     assert len(tt.from_padded(ids, torch.tensor([[0.0, 1.0, 1.0]]))[0]) == 2
+
+
+def test_a_mask_of_predictions_with_nan_is_refused() -> None:
+    tree = tt.build_tree([[1, 2, 3], [1, 2]])
+    assert predictions_of(tree, [[0.5, 0], [1]]).tolist() == [False, True, False, False, True]
+    for mask in ([[1, 1], [math.nan]], [torch.ones(2), torch.tensor([math.nan])]):
+        with pytest.raises(DataError, match=r"mask\[1\]\[0\] is nan"):
+            predictions_of(tree, mask)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
