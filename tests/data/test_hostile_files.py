@@ -190,6 +190,8 @@ def test_members_of_an_archive_are_read_or_counted(tmp_path):
         load(archive_of(tmp_path / "none.zip", [("e.csv", "x")]))
     with pytest.raises(DataError, match=r"bad\.zip member b\.json line 1: broken JSON"):
         load(archive_of(tmp_path / "bad.zip", [("a.json", ROW), ("b.json", b'{"a": }')]))
+    nameless = [(zipfile.ZipInfo(""), "x"), ("a.jsonl", ROW)]
+    assert len(load(archive_of(tmp_path / "nameless.zip", nameless)).trajectories) == 1
     whole = archive_of(tmp_path / "whole.zip", [("a.jsonl", ROW * 50)]).read_bytes()
     (tmp_path / "torn.zip").write_bytes(whole.replace(b"3]", b"4]"))
     with pytest.raises(DataError, match=r"torn\.zip member a\.jsonl: breaks off after line \d+ \(Bad CRC"):
@@ -543,7 +545,9 @@ def test_threads_share_a_process():
         assert list(pool.map(lambda number: calls(10, number), range(200))) == list(range(1, 201))
 
 
-NESTED = "{% set o = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set o.x = [o.x, o.x] %}{% set o.y = [o.y, o.y] %}"
+NESTED = (
+    "{% set o = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set o.x = [o.x, o.x] %}{% set o.y = [o.y, o.y] %}"
+)
 COMPARES = NESTED + "{% endfor %}{{ o.y == o.x }}"
 POWER = "{{ 9 ** (9 ** 9) % 2 }}"
 

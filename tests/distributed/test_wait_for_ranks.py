@@ -22,7 +22,9 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, r"rank 0, which the others meet at 127\.0\.0\.1:\d+")])
+@pytest.mark.parametrize(
+    ("rank", "missing"), [(0, "rank 1"), (1, r"rank 0, which the others meet at 127\.0\.0\.1:\d+")]
+)
 def test_a_rank_that_does_not_start_is_named_in_bounded_time(rank: int, missing: str, two_ranks) -> None:
     two_ranks.setenv("RANK", str(rank))
     start = time.monotonic()
@@ -52,7 +54,7 @@ def test_a_rank_that_is_none_is_refused_at_once(changed: dict, words: str, two_r
 def test_an_address_that_no_host_has_is_named(two_ranks) -> None:
     two_ranks.setenv("RANK", "1")
     two_ranks.setenv("MASTER_ADDR", "nowhere.invalid")
-    with pytest.raises(RanksDisagree, match="MASTER_ADDR='nowhere.invalid', a name that no host has"):
+    with pytest.raises(RanksDisagree, match=r"MASTER_ADDR='nowhere\.invalid', a name that no host has"):
         distributed.wait_for_ranks()
 
 

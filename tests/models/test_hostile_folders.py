@@ -38,6 +38,11 @@ def test_a_configuration_of_more_modules_than_any_model_has_is_refused_while_the
         load_model(folder_of(tmp_path, num_hidden_layers=50))
 
 
+def test_a_configuration_that_no_model_can_be_built_of_is_refused_with_its_folder(tmp_path) -> None:
+    with pytest.raises(DataError, match=rf"{tmp_path}: no Qwen3Config .*Padding_idx must be within .*correct its con"):
+        load_model(folder_of(tmp_path, pad_token_id=99_999))
+
+
 def tokenizer_of(path: Path, **parts: object) -> Path:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))
     for name, part in parts.items():
@@ -57,5 +62,5 @@ def test_a_tokenizer_that_multiplies_texts_is_refused(tmp_path) -> None:
 def test_a_tokenizer_whose_expression_gives_up_is_an_error_with_the_text(tmp_path) -> None:
     endless = pre_tokenizers.Split(Regex(r"(x+x+)+(?<=y)z"), "isolated")
     tokenizer = load_tokenizer(tokenizer_of(tmp_path, pre_tokenizer=endless))
-    with pytest.raises(DataError, match="the tokenizer fails with the rendered text 'xxx.*retry-limit"):
+    with pytest.raises(DataError, match=r"the tokenizer fails with the rendered text 'xxx.*retry-limit"):
         Renderer(tokenizer, "{{ messages }}").encode("x" * 60)

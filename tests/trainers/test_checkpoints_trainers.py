@@ -11,6 +11,7 @@ from safe_runs import (
     SafeTrainer,
     StopAt,
     differences,
+    make_trainer,
     make_tree_trainer,
     outcome,
     rows,
@@ -131,6 +132,20 @@ def test_a_model_card_that_cannot_be_written_is_left_out_of_a_checkpoint(tmp_pat
     check_files(tmp_path / "out" / "checkpoint-2")
     with pytest.raises(OSError, match="No space"):
         trainer.create_model_card()
+
+
+def test_a_model_that_cannot_be_written_at_the_end_is_one_line_with_its_folder(tmp_path, monkeypatch) -> None:
+    trainer = make_trainer(tmp_path / "out", max_steps=1, save_strategy="no")
+    trainer.train()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(
+        OSError, match=r"the model could not be written to .*out \(RuntimeError: .*unexpected pos.* MB are"
+    ):
+        trainer.save_model()
 
 
 def test_a_trl_run_that_dies_in_its_first_checkpoint_starts_again(tmp_path, monkeypatch) -> None:

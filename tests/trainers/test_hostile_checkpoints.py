@@ -71,7 +71,7 @@ def test_an_error_of_the_reader_of_shards_is_one_line(checkpoint: Path) -> None:
     save(states, checkpoint_id=checkpoint / "callbacks")
     os.truncate(next((checkpoint / "callbacks").glob("*.distcp")), 10)
     write_manifest_anew(checkpoint)
-    with pytest.raises(ValueError, match="^cannot go on from .*, which does not fit: [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^cannot go on from .*, which does not fit: [^\n]*$"):
         resume(checkpoint)
 
 
@@ -93,7 +93,7 @@ def test_shards_name_no_file_elsewhere(tmp_path: Path) -> None:
     for stored in found.storage_data.values():
         stored.relative_path = "../elsewhere"
     (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(found))
-    with without_code(), pytest.raises(pickle.UnpicklingError, match="names the file '../elsewhere'"):
+    with without_code(), pytest.raises(pickle.UnpicklingError, match=r"names the file '\.\./elsewhere'"):
         FileSystemReader(tmp_path / "shards").read_metadata()
 
 
@@ -134,7 +134,10 @@ def test_a_random_state_that_would_end_the_process_is_refused(kind: str, checkpo
     write_manifest_anew(checkpoint)
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     done = subprocess.run([sys.executable, "-c", CRASH, checkpoint, *folders], capture_output=True, text=True)
-    assert done.returncode == 0 and "does not fit: UnpicklingError" in done.stdout, (done.returncode, done.stderr[-900:])
+    assert done.returncode == 0 and "does not fit: UnpicklingError" in done.stdout, (
+        done.returncode,
+        done.stderr[-900:],
+    )
 
 
 def test_the_random_state_of_a_run_is_accepted(stopped: Path) -> None:

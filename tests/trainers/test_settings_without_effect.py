@@ -1,13 +1,20 @@
 """Settings that would be ignored, or count as another value, are refused in words."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import treetrain as tt
 from support.tree_runs import branching_rows, make_arguments, small_model
+from treetrain.engine.loss_gradients import predictions_of
+from treetrain.errors import DataError
 from treetrain.trainers.arguments import TreeArguments
+from treetrain.trainers.run_folder import FolderRefused, check_contents
 from treetrain.trainers.tree_trainer import TreeTrainer
+from treetrain.tree.layout import AttentionRange
 
 
 @pytest.mark.parametrize(
@@ -53,3 +60,38 @@ def test_modules_to_train_beside_an_adapter_that_match_nothing_are_refused(tmp_p
                 TreeTrainer(small_model(), make_arguments(tmp_path), branching_rows(), peft_config=config)
         else:
             TreeTrainer(small_model(), make_arguments(tmp_path), branching_rows(), peft_config=config)
+
+
+@pytest.mark.parametrize("size", [1.5, "x", True, 0])
+def test_a_window_that_is_no_size_is_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match="give one size, a whole number of at least 1, or none"):
+        AttentionRange(window=size)
+
+
+def test_a_mask_with_anything_but_zeros_and_ones_is_refused() -> None:
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    for wrong in (math.nan, 0.5, 2.0):
+        with pytest.raises(DataError, match=r"attention_mask\[0, 1\] is .*; give 1 for tokens and 0 for padding"):
+            tt.from_padded(ids, torch.tensor([[1.0, wrong, 1.0]]))
+    assert len(tt.from_padded(ids, torch.tensor([[0.0, 1.0, 1.0]]))[0]) == 2
+
+
+def test_a_mask_of_predictions_with_nan_is_refused() -> None:
+    tree = tt.build_tree([[1, 2, 3], [1, 2]])
+    assert predictions_of(tree, [[0.5, 0], [1]]).tolist() == [False, True, False, False, True]
+    for mask in ([[1, 1], [math.nan]], [torch.ones(2), torch.tensor([math.nan])]):
+        with pytest.raises(DataError, match=r"mask\[1\]\[0\] is nan"):
+            predictions_of(tree, mask)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = torch.optim.SGD(small_model(seed=2).parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="the optimizer has parameters that are not the model's"):
+        TreeTrainer(small_model(), make_arguments(tmp_path), branching_rows(), optimizers=(other, None))
+
+
+def test_a_run_in_the_folder_that_one_is_in_says_what_is_in_the_way(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FolderRefused, match=rf"new output_dir such as {tmp_path}-2"):
+        check_contents(Path("."), resume=None, overwrites=False, models=[], how="overwrite")

@@ -1,6 +1,7 @@
 """The command line, one file per command; a command and what it needs are imported when it is called."""
 
 import importlib
+import json
 import os
 import sys
 import traceback
@@ -40,6 +41,8 @@ EXPECTED = (ImportError, ValueError, OSError, FloatingPointError, MemoryError, R
 """Errors that a user can cause, whoever raises them."""
 GIVEN_SETTINGS = ("accelerate", "huggingface_hub", "peft", "safetensors", "transformers")
 """Libraries that get the user's settings and files; whatever they raise themselves is about those."""
+READERS = (*GIVEN_SETTINGS, "json", "numpy", "torch", "yaml")
+"""Libraries whose messages on a value do not say what it is of; the message names the library."""
 EXTRAS = {"peft": "peft", "trl": "trl", "bitsandbytes": "bitsandbytes"}
 """Extras of treetrain that install a missing module; all others come with `train`."""
 
@@ -83,8 +86,9 @@ def _message(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror.lower()}"
     *_, frame = traceback.walk_tb(error.__traceback__)
     library = frame[0].f_globals.get("__name__", "").split(".")[0]
-    if isinstance(error, EXPECTED):
-        return text
+    if isinstance(error, EXPECTED):  # of another library: "invalid literal for int()" does not say what is
+        of_others = type(error) in (ValueError, json.JSONDecodeError) and library in READERS
+        return f"{text} ({type(error).__name__} of {library})" if of_others else text
     return f"{text} ({type(error).__name__} of {library})" if library in GIVEN_SETTINGS else None
 
 

@@ -25,5 +25,7 @@ def run(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(argv)
     from treetrain.trainers.run_page import write_page
 
-    console().print(f"the page is {write_page(options.run, options.linear, options.html)}", markup=False, soft_wrap=True)
+    console().print(
+        f"the page is {write_page(options.run, options.linear, options.html)}", markup=False, soft_wrap=True
+    )
     return 0

@@ -184,7 +184,9 @@ def _check_link(file: Path, folder: Path) -> None:
     inside = [folder.resolve()]
     inside += [parent.parent / "blobs" for parent in folder.resolve().parents if parent.name == "snapshots"]
     if not any(file.resolve().is_relative_to(one) for one in inside):
-        raise DataError(f"{file} is a link to {quoted(os.readlink(file))}, out of the folder; name that file if you mean it")
+        raise DataError(
+            f"{file} is a link to {quoted(os.readlink(file))}, out of the folder; name its file if it is meant"
+        )
 
 
 def _kind(path: Path) -> str:
@@ -456,6 +458,7 @@ def _members(path: Path, archive: zipfile.ZipFile, notes: Notes) -> list[zipfile
 def _read_table(path: Path, kind: str, notes: Notes) -> Found:
     """The rows of a Parquet or Arrow file (the file and the stream form), which a process of its own reads."""
     import pyarrow.parquet  # noqa: F401  # before the fork, so that the next file has it too
+
     number, given, size = 0, 0, path.stat().st_size
     read: Killable[tuple[list[str], list[Any], int] | None] = Killable(
         partial(next, _table(path, kind), None), TABLE_BYTES

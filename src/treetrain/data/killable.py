@@ -100,7 +100,7 @@ class _Child:
             _serve(function, memory, reading, writing)
         os.close(reading)
         os.close(writing)
-        self._file = open(self._answers, "rb")
+        self._file = open(self._answers, "rb")  # noqa: SIM115  # closed by _end
         self._gone = weakref.finalize(self, _end, self.owner, self._pid, self._asks, self._file)
 
     def ask(self, question: object) -> tuple[str, Any]:

@@ -142,7 +142,7 @@ def predictions_of(tree: TokenTree, mask: Mask | None) -> Bool[np.ndarray, " _"]
         mask: None selects all.
 
     Raises:
-        DataError: the number or the length of the rows is wrong.
+        DataError: the number or the length of the rows is wrong, or an entry is NaN.
     """
     if mask is None:
         return None
@@ -157,6 +157,9 @@ def predictions_of(tree: TokenTree, mask: Mask | None) -> Bool[np.ndarray, " _"]
                 f"{wanted.shape}; give {max(length - 1, 0)} entries, one for the prediction of every token but the "
                 "first"
             )
+        if wanted.dtype.kind == "f" and np.isnan(wanted).any():
+            at = int(np.isnan(wanted).argmax())
+            raise DataError(f"mask[{number}][{at}] is nan; give 0 for a prediction that is not wanted, 1 for another")
         pieces += [np.zeros(min(length, 1), bool), wanted != 0]
     return np.concatenate(pieces)
 

@@ -150,7 +150,7 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> "PreTrainedTo
     growth = _growth(getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None))
     if growth > MOST_GROWTH:
         raise DataError(
-            f"the tokenizer of {name} replaces texts by others that are up to {growth:,.0f} times as long; no tokenizer "
+            f"the tokenizer of {name} replaces texts by others that are up to {growth:,.0f} times as long; none "
             f"needs more than {MOST_GROWTH} times, and long texts would fill the memory"
         )
     return tokenizer
@@ -178,7 +178,7 @@ def _growth(normalizer: Any) -> float:
 
 
 def _check_sizes(source: str, options: dict[str, Any]) -> None:
-    """Refuse a configuration whose numbers of layers no model has: its class alone would list them. Raises DataError."""
+    """Refuse a configuration with more layers than models have: its class would list them. Raises DataError."""
     from transformers import PreTrainedConfig
 
     found, _ = PreTrainedConfig.get_config_dict(source, **options)

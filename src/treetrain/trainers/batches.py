@@ -123,9 +123,14 @@ def _trajectories(input_ids: Tensor, spans: Sequence[Span], facts: dict[str, Ten
 
 
 def padded_spans(attention_mask: Shaped[Tensor, "B L"]) -> list[Span]:
-    """The real tokens of every row of a padded batch. Raises DataError for padding between real tokens."""
+    """The real tokens of every row of a padded batch. Raises DataError for padding between real tokens, and for NaN."""
     spans = []
-    for b, row in enumerate(attention_mask.detach().cpu().bool()):
+    mask = attention_mask.detach().cpu()
+    for b, column in ((mask != 0) & (mask != 1)).nonzero()[:1].tolist():
+        raise DataError(
+            f"attention_mask[{b}, {column}] is {mask[b, column].item()}; give 1 for tokens and 0 for padding"
+        )
+    for b, row in enumerate(mask.bool()):
         real = row.nonzero().flatten()
         start, stop = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
         if len(real) != stop - start:

@@ -342,7 +342,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         """
 
         def first() -> tuple[str, str] | None:
-            return next((each for each in not_finite(self.model, self.optimizer) if each not in self._never_finite), None)
+            return next(
+                (each for each in not_finite(self.model, self.optimizer) if each not in self._never_finite), None
+            )
 
         if found := next(filter(None, self._together(first)), None):
             what, name = found
@@ -436,13 +438,23 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; shards in a checkpoint are written with the optimiser instead."""
-        if not self._writing:
-            check_links(Path(output_dir or self.args.output_dir or "."))
-        if self._writing or not _is_sharded(self.model):
+        if self._writing:
             super().save_model(output_dir, _internal_call)
-        else:
-            folder = output_dir or self.args.output_dir or "."
-            save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
+            return
+        folder = output_dir or self.args.output_dir or "."
+        check_links(Path(folder))
+        try:
+            if _is_sharded(self.model):
+                save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
+            else:
+                super().save_model(output_dir, _internal_call)
+        except Exception as error:
+            if isinstance(error, RanksDisagree | torch.OutOfMemoryError) or not os.path.isdir(folder):
+                raise
+            room = shutil.disk_usage(folder).free / 1e6
+            raise CheckpointNotWritten(
+                f"the model could not be written to {folder} ({_in_a_line(error)}; {room:,.1f} MB are free there)"
+            ) from error
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """See `Trainer`. TRL's first rank writes a card into the output folder before each checkpoint. It is written

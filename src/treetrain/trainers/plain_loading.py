@@ -1,8 +1,8 @@
 """Loading files of a checkpoint without running code that they hold.
 
 A pickle can name any function of any module and have it called. `torch.load(weights_only=True)` refuses that, but two
-readers of `torch.distributed.checkpoint` do not use it: that of `.metadata`, which is a plain pickle, and that of values
-that are no tensors. `numpy` arrays of Python objects, which the random state may hold for transformers, are addresses
+readers of `torch.distributed.checkpoint` do not use it: that of `.metadata`, which is a plain pickle, and that of
+values that are no tensors. `numpy` arrays of Python objects, which transformers lets a random state hold, are addresses
 of memory, and reading them may crash the process.
 """
 

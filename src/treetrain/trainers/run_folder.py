@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 
 from treetrain.errors import quoted
@@ -108,7 +107,8 @@ def check_contents(
         return
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
     foreign = [name for name in checkpoints if not is_own(folder / name)]
-    free = next(path for n in range(2, 10**6) if not os.path.lexists(path := folder.with_name(f"{folder.name}-{n}")))
+    named = folder if folder.name else Path(os.path.abspath(folder))  # "." has no name
+    free = next(path for n in range(2, 10**6) if not os.path.lexists(path := named.with_name(f"{named.name}-{n}")))
     cure = f"give a new output_dir such as {free}, or allow it with {how}"
     if foreign:
         raise FolderRefused(
@@ -133,7 +133,9 @@ def check_contents(
 def check_links(folder: Path) -> None:
     """Refuse links in the places of files that a run writes. Raises FolderRefused: they would be written through."""
     names = os.listdir(folder) if folder.is_dir() else []
-    links = sorted(name for name in names if os.path.islink(folder / name) and any(map(partial(fnmatch, name), WRITTEN)))
+    links = sorted(
+        name for name in names if os.path.islink(folder / name) and any(fnmatch(name, pattern) for pattern in WRITTEN)
+    )
     if links:
         raise FolderRefused(
             f"{folder} holds the link {links[0]} to {quoted(os.readlink(folder / links[0]))}, which the run would "

@@ -127,6 +127,12 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                 f"args is a {type(args).__name__}; give TreeArguments, which has the same arguments and more"
             )
         loaded(model)
+        if optimizers[0] is not None:
+            own = set(model.parameters())
+            if not all(p in own for group in optimizers[0].param_groups for p in group["params"]):
+                raise ValueError(
+                    "optimizers: the optimizer has parameters that are not the model's; make it of this model"
+                )
         expandable_segments()
         self.loss = checked_loss(args, loss)
         self._compute: frozenset[str] = frozenset()
@@ -533,7 +539,7 @@ class _Options(dict[str, str]):
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  # this is `get`
 
     def pop(self, name: str, *default: Any) -> Any:
         self.unread.discard(name)

@@ -233,8 +233,10 @@ class AttentionRange:
 
     def __post_init__(self) -> None:
         sizes = [size for size in (self.window, self.chunk) if size is not None]
-        if len(sizes) > 1 or any(size < 1 for size in sizes):
-            raise ValueError(f"{self}: give one size of at least 1, or none")
+        # A bool is an int, and a float would mask otherwise than the model does.
+        whole = all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in sizes)
+        if not whole or len(sizes) > 1 or any(size < 1 for size in sizes):
+            raise ValueError(f"{self}: give one size, a whole number of at least 1, or none")
 
     def lowest(self, depth: Any) -> Any:
         """The smallest depth visible from each depth; takes and returns an integer array or tensor."""
