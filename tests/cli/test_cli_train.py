@@ -37,6 +37,14 @@ def test_training_writes_a_folder_that_transformers_loads(treetrain, token_file,
     assert len(logged(out)) == 3
 
 
+def test_the_default_loss_refuses_the_pairs_of_the_shared_data(treetrain, model_folder, tmp_path, shared_data) -> None:
+    path = shared_data / "log_faults" / "f0_rejected_trained.jsonl"
+    if not path.is_file():
+        pytest.skip(f"small logs not found at {path}")
+    argv = ("train", path, "--model", model_folder, "--chat_template", "chatml", "--output_dir", tmp_path / "out")
+    assert "is rejected (chosen=False)" in treetrain(*argv, "--max_steps", "1", *QUIET).error
+
+
 def test_the_default_loss_trains_no_rejected_answer(treetrain, model_folder, tmp_path) -> None:
     said = {"prompt": "Name a tree", "chosen": "An oak.", "rejected": "A bus."}
     for name, row in {"pairs": said, "labels": {"prompt": "a", "completion": "b", "label": False}}.items():

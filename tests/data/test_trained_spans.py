@@ -217,6 +217,14 @@ def test_thinking_that_the_template_drops_is_noted_with_and_without_its_opening_
     assert any("drops the thinking of an assistant message, so it is not trained" in note for note in notes)
 
 
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+def test_the_beginning_of_an_answer_is_found_where_the_header_of_answers_cannot_be_determined(trained, view):
+    picky = "{%- if messages[0].role != 'system' %}{{- raise_exception('no system prompt') }}{%- endif %}"
+    template = picky + NO_CALLS.replace("m.content", "('[thought]' if m.role == 'assistant' else '') + m.content")
+    rows, _ = trained([said("system", "be brief"), ASKED, said("assistant", "It is.")], template, view=view)
+    assert rows == [["[thought]It is.<|end|>"]]
+
+
 def test_an_empty_answer_trains_its_end_and_is_noted_where_the_template_writes_nothing_for_it(trained):
     messages = [ASKED, said("assistant", ""), said("user", "And then?"), said("assistant", "Rain.")]
     assert trained(messages, NO_CALLS)[0] == [["<|end|>", "Rain.<|end|>"]]

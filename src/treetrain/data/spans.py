@@ -21,7 +21,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,8 +34,8 @@ THINK_TAG = re.compile(r"(</?think>)")
 """Templates look for these in the text of an answer, so marks stand between them."""
 DIGITS = 7
 """Of the number of a mark."""
-SHAPES = 1024
-"""Conversations whose rendering with marks is kept."""
+KEPT = 1024
+"""Most of what is remembered of a template: shapes of messages, and texts around answers."""
 SHAPE = ("role", "content", "tool_calls")
 """Keys of messages that mostly decide, with thinking, what a template writes around values."""
 CALL_ID = re.compile(r"'id': '[^']*', ")
@@ -265,9 +265,7 @@ def _rendered_places(
         return None
     places = _places(text, pieces, marked)
     if places is not None and (prompt is None or (asked and pieces[0].startswith(asked))):
-        if len(template.shapes) == SHAPES:
-            template.shapes.clear()
-        template.shapes[key] = [pieces[0][len(asked) :], *pieces[1:]]
+        _keep(template.shapes, key, [pieces[0][len(asked) :], *pieces[1:]])
     return places
 
 
@@ -350,10 +348,12 @@ def _opening(
             cut = max([0, *(end for end in (*ends, len(written)) if end <= cut)])
     else:
         cut = 0 if template.header and template.header in written else len(written)
-    if template.header in written[cut:]:  # some write a header for an answer that they ask for without one
+    if (
+        template.header and template.header in written[cut:]
+    ):  # some write a header for an answer that they ask for without one
         cut = written.rindex(template.header) + len(template.header)
     if prompt is None:
-        template.edges[key] = len(written) - cut
+        _keep(template.edges, key, len(written) - cut)
     return len(written) - cut
 
 
@@ -379,7 +379,7 @@ def _closing(template: Template, marked: _Marked, tools: Tools, last: Place, aft
         # The next special token ends the turn where the template writes no end, or another one after the last answer.
         end = len(written[:same].rstrip())
         end = next((one.end() for one in markers if not written[end : one.start()].strip()), end)
-    template.edges[key] = end
+    _keep(template.edges, key, end)
     return end
 
 
@@ -404,10 +404,10 @@ def _before_results(template: Template, marked: _Marked, ended: list[Message], t
 
     What also stands between two results begins a result, even if it is written without one.
     """
-    written, word = last.after, ended[-1]["tool_calls"][-1]
+    written, call = last.after, ended[-1]["tool_calls"][-1]
     number = len(marked.values)
-    result = {"role": "tool", "content": f"{marked.sign}{number:0{DIGITS}d}", "name": word["function"]["name"]}
-    result |= {"tool_call_id": word["id"]} if "id" in word else {}
+    result = {"role": "tool", "content": f"{marked.sign}{number:0{DIGITS}d}", "name": call["function"]["name"]}
+    result |= {"tool_call_id": call["id"]} if "id" in call else {}
     pieces = _pieces(template, marked, [*ended, result, result], tools)
     at = next((at for at in range(1, len(pieces) - 2, 2) if int(pieces[at]) == last.number), None)
     if at is None:
@@ -417,6 +417,13 @@ def _before_results(template: Template, marked: _Marked, ended: list[Message], t
     found = template.marker.finditer(pieces[at + 1])
     begins = next((one.end() for one in found if one.start() < begins < one.end()), begins)
     return begins if written.startswith(pieces[at + 1][:begins]) else len(written)
+
+
+def _keep(known: dict[Any, Any], key: object, value: object) -> None:
+    """Remember a value; all others are forgotten when there are too many."""
+    if len(known) == KEPT:
+        known.clear()
+    known[key] = value
 
 
 def _common_start(one: str, other: str) -> int:
