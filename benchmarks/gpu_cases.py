@@ -714,7 +714,6 @@ HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "size 64": (16, 8, 64)}
 PLAIN = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
 
