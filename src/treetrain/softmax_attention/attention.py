@@ -11,7 +11,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treetrain.device_arrays import CHECKED, why_no_triton
+from treetrain.kernel_checks import Run, failure_of
 from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView, TreeAttention
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
@@ -279,7 +280,6 @@ class AttentionTree:
         sinks: Tensor | None,
     ) -> str | None:
         """Say why a backend must not serve a layer, by its self-check; None if it is right."""
-        from treetrain.kernel_checks import failure_of
         from treetrain.softmax_attention.self_check import failure_of_backend
 
         if isinstance(made, Exception):  # an import or a compiler failed
@@ -312,8 +312,8 @@ class AttentionTree:
             raise ValueError(f"sinks have shape {list(sinks.shape)}; expected [{heads}], one logit for each head")
 
 
-def _raising(error: Exception) -> Callable[[], dict[str, float]]:
-    def raises() -> dict[str, float]:
+def _raising(error: Exception) -> Callable[[], Iterable[Run]]:
+    def raises() -> Iterable[Run]:
         raise error
 
     return raises

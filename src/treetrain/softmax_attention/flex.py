@@ -23,7 +23,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from treetrain.device_arrays import on_device, to_device
 from treetrain.softmax_attention.kv_cache import KVCacheView
@@ -104,7 +104,7 @@ def _tracing() -> Iterator[None]:
         yield
 
 
-def kernel_options(size: int) -> dict[str, object]:
+def kernel_options(size: int) -> FlexKernelOptions:
     """FlexAttention's kernel options on a GPU: its Triton kernels, and block sizes where its defaults do not work.
 
     Below 128 queries FlexAttention would choose its decoding kernels, which cannot split the queries if several query
@@ -114,10 +114,10 @@ def kernel_options(size: int) -> dict[str, object]:
     Args:
         size: head size, the larger of query's and value's.
     """
-    options: dict[str, object] = {"BACKEND": "TRITON"}
+    options = FlexKernelOptions(BACKEND="TRITON")
     if 128 < size < 256:  # the blocks of 256, to which these heads are padded
-        options |= {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 3, "fwd_num_warps": 4}
-    return options | ({"bwd_num_warps": 8} if size > 128 else {})
+        options |= FlexKernelOptions(fwd_BLOCK_M=64, fwd_BLOCK_N=32, fwd_num_stages=3, fwd_num_warps=4)
+    return options | FlexKernelOptions(bwd_num_warps=8) if size > 128 else options
 
 
 class _Exported(torch.autograd.Function):

@@ -302,7 +302,7 @@ class TreeAttention(Protocol):
     """A backend: the attention of one forest, for every layer of a run that it takes."""
 
     name: str
-    serves_sinks: ClassVar[bool]
+    serves_sinks: bool
 
     def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
         """Whether the backend has kernels for a layer's dtype, head sizes and spec."""
@@ -327,7 +327,7 @@ class CachedAttention(ABC):
     """A backend that computes its own gradients; one autograd Function moves what the cache holds."""
 
     name: str
-    serves_sinks: ClassVar[bool] = True
+    serves_sinks = True
     cache: KVCacheView | None
     """Reads the path above and stores the forest's own keys; None for whole trees."""
 

@@ -184,7 +184,7 @@ def _one_piece(query: Tensor, key: Tensor, causal: bool) -> "DeviceCall":
 
     queries, keys = query.shape[2], key.shape[2]
     query_offsets, key_offsets = to_device([np.array([0, n], np.int32) for n in (queries, keys)], query.device)
-    return DeviceCall(None, None, query_offsets, key_offsets, (queries, keys), causal)
+    return DeviceCall(slice(0, queries), slice(0, keys), query_offsets, key_offsets, (queries, keys), causal)
 
 
 Kernel = StockKernel | PlainKernel | FlashKernel

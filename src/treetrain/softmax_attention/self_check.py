@@ -97,7 +97,8 @@ def _cases(path: int, heads: tuple[int, int], sizes: tuple[int, int]) -> Iterato
     def drawn(name: str, layout: PackedLayout, tokens: np.ndarray | None = None) -> _Case:
         shapes = ((query_heads, size), (groups, size), (groups, value_size), (query_heads, value_size))
         # Drawn on the CPU: the device's own random state belongs to the user's run.
-        return _Case(name, layout, *(torch.randn(layout.num_tokens, *x, generator=generator) for x in shapes), tokens)
+        q, k, v, grad_out = (torch.randn(layout.num_tokens, *x, generator=generator) for x in shapes)
+        return _Case(name, layout, q, k, v, grad_out, tokens)
 
     forks = _layout(path, _forks)
     yield drawn("", forks)
@@ -243,8 +244,9 @@ def _expected(
                 q, wide[1][:, own], wide[2][:, own], ends, scale, depth=depth, softcap=spec.softcap, sinks=sink, **where
             )
         )
-        given = (x.detach().double() for x in (q, wide[1][:, own], wide[2][:, own], grad_out.chunk(groups, 1)[group]))
-        plains.append(flash_attention(*given, seen, scale, spec.softcap, sink, _rounding(dtype, tf32=tf32)))
+        k, v, g = wide[1][:, own].detach(), wide[2][:, own].detach(), grad_out.chunk(groups, 1)[group].double()
+        rounding = _rounding(dtype, tf32=tf32)
+        plains.append(flash_attention(q.detach(), k, v, g, seen, scale, spec.softcap, sink, rounding))
     out = torch.cat(rights, 1)
     truth = [out.detach(), *torch.autograd.grad(out, wide, grad_out.double())]
     plain = [torch.cat(parts, 0 if number == 4 else 1) for number, parts in enumerate(zip(*plains))]

@@ -345,8 +345,8 @@ class VarlenAttention(CachedAttention):
 def _on_device(call: Call, device: torch.device) -> DeviceCall:
     query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
     longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
-    rows = [_rows(call.queries, device), _rows(call.keys, device)]
-    return DeviceCall(*rows, query_offsets, key_offsets, longest, call.causal)
+    queries, keys = _rows(call.queries, device), _rows(call.keys, device)
+    return DeviceCall(queries, keys, query_offsets, key_offsets, longest, call.causal)
 
 
 def _rows(tokens: Int64[np.ndarray, " n"], device: torch.device) -> slice | Tensor:
