@@ -241,8 +241,8 @@ class _Same(torch.autograd.Function):
 
 
 class _Refuse(torch.autograd.Function):
-    """The identity for the outputs of `_Same`. Parameters are inputs too, so that autograd asks here for their gradients,
-    which only the tree's own backward has."""
+    """The identity for the outputs of `_Same`. Parameters are inputs too, so that autograd asks here for their
+    gradients, which only the tree's own backward has."""
 
     @staticmethod
     def forward(ctx: Any, deferral: Deferral, count: int, *values: Tensor) -> tuple[Tensor, ...]:
@@ -255,8 +255,8 @@ class _Refuse(torch.autograd.Function):
         same = ctx.next_functions[0][0]
         if not torch._C._will_engine_execute_node(same):  # type: ignore[attr-defined]
             raise RuntimeError(
-                "gradients of the parameters alone were asked for (torch.autograd.grad, or backward(inputs=...)), but a "
-                "loss that is computed from a tree's scores has none before the tree's own backward: call "
+                "gradients of the parameters alone were asked for (torch.autograd.grad, or backward(inputs=...)), but "
+                "a loss that is computed from a tree's scores has none before the tree's own backward: call "
                 "loss.backward() and read .grad (after scored.backward() where TreeEngine.score gave the scores), or "
                 "take tt.logprobs, through which torch.autograd.grad goes"
             )

@@ -354,13 +354,13 @@ class TreeEngine:
         own, default = self.prepared.device, torch.get_default_device()
         if own.type == "meta":
             raise UnsupportedModel(
-                f"{type(self.model).__name__} is on the meta device, which holds no weights: load them (from_pretrained), "
-                "or give it some (model.to_empty(device=...) and an initialisation)"
+                f"{type(self.model).__name__} is on the meta device, which holds no weights: load them "
+                "(from_pretrained), or give it some (model.to_empty(device=...) and an initialisation)"
             )
         if default.type not in ("cpu", own.type):
             raise ValueError(
-                f"the default device is {default} (with torch.device(...), or torch.set_default_device) and the model is "
-                f"on {own}: tensors would be made beside it. Call this outside of that block"
+                f"the default device is {default} (with torch.device(...), or torch.set_default_device) and the model "
+                f"is on {own}: tensors would be made beside it. Call this outside of that block"
             )
 
     def _check_tree(self, tree: TokenTree) -> None:

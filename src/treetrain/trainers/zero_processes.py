@@ -29,7 +29,6 @@ from treetrain.engine.deferred import DeferredGradient
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.extensions.zero import head_read_outside
 from treetrain.engine.score import Scored
-from treetrain.trainers.processes import Processes
 from treetrain.trainers.sharded_processes import ShardedProcesses
 from treetrain.trainers.step_scores import StepScores
 
