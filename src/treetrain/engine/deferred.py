@@ -178,7 +178,10 @@ class Deferral:
             leaf.register_post_accumulate_grad_hook(self._arrive)
         if not refuse:
             return tuple(leaves)
-        return _Refuse.apply(self, len(leaves), *_Same.apply(*leaves), *self.parameters)  # type: ignore[misc]
+        outputs = _Refuse.apply(self, len(leaves), *_Same.apply(*leaves), *self.parameters)
+        for output in outputs:  # type: ignore[union-attr]
+            output.retain_grad()  # who reads its .grad finds what the leaf has
+        return outputs  # type: ignore[return-value]
 
     def _arrive(self, _leaf: Tensor) -> None:
         number = torch._C._current_graph_task_id()

@@ -340,8 +340,9 @@ class TreeEngine:
                 )
         number = isinstance(whole, SupportsFloat) and not isinstance(whole, bool | str)
         if not number or not 0 < float(whole) < float("inf"):
+            given = float(whole) if number else repr(whole)
             raise ValueError(
-                f"the normaliser is {whole!r}; a step's loss is divided by it, so it must be above 0 and finite"
+                f"the normaliser is {given}; a step's loss is divided by it, so it must be above 0 and finite"
             )
         whole = float(whole)
         batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
