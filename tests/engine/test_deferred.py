@@ -323,6 +323,13 @@ def test_gradients_of_the_parameters_alone_are_not_none_but_an_error(model, ask)
     assert all(bool(p.grad.any()) for p in weights)
 
 
+def test_the_gradients_of_scores_can_be_read_where_they_are(model):
+    scored = tt.TreeEngine(model).score(ROWS)
+    loss_of(scored).backward()
+    for row, leaf in zip(scored.logprobs, scored.leaves, strict=True):
+        assert torch.equal(row.grad, leaf.grad) and torch.equal(row.grad, torch.arange(1.0, len(row) + 1))
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_hooks_of_parameters_are_called_for_gradients_alone(model, late):
     parameters, seen = list(model.parameters()), []

@@ -685,6 +685,25 @@ def test_what_is_not_exact_on_a_tree_is_refused_in_words_that_name_it(name, tmp_
     assert "the hook" in str(error.value) and "report" not in str(error.value)
 
 
+def uses_an_adapter_for_each_micro_batch(*bases):
+    class Custom(*bases):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if "other" not in self.model.peft_config:
+                torch.manual_seed(1)
+                self.model.add_adapter("other", runs.adapter())
+            self.model.set_adapter("other" if self.number % 2 else "default")
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Custom
+
+
+def test_each_micro_batch_may_have_an_adapter_if_it_is_a_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(ON_RANKS, "adapters", uses_an_adapter_for_each_micro_batch)
+    compare("adapters", tmp_path, monkeypatch, lora=True, **ONE_MICRO_BATCH)
+    with pytest.raises(RuntimeError, match=r"was switched .*rows of other micro-batches.*_steps=1"):
+        run("adapters", tmp_path, monkeypatch, form="call", lora=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["step: loss.backward"])
 def test_the_mixin_does_what_the_call_does(name, tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 class GivesShiftedLabels:
-    """A collator whose ``shift_labels`` say what is trained; ``labels`` say another thing, and models do not read it."""
+    """A collator whose ``shift_labels`` say what is trained; ``labels`` say another thing."""
 
     def __init__(self, collator: Any):
         self.collator = collator

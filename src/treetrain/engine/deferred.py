@@ -192,7 +192,10 @@ class Deferral:
             leaf.register_post_accumulate_grad_hook(self._arrive)
         if not refuse:
             return tuple(leaves)
-        return _Refuse.apply(self, len(leaves), *_Same.apply(*leaves), *self.parameters)  # type: ignore[misc]
+        outputs = _Refuse.apply(self, len(leaves), *_Same.apply(*leaves), *self.parameters)
+        for output in outputs:  # type: ignore[union-attr]
+            output.retain_grad()  # who reads its .grad finds what the leaf has
+        return outputs  # type: ignore[return-value]
 
     def _begin(self, _gradient: Tensor) -> None:
         """Before a backward adds its first gradient: forget what earlier ones left and ``zero_grad`` dropped."""
@@ -270,8 +273,8 @@ class _Same(torch.autograd.Function):
 
 
 class _Refuse(torch.autograd.Function):
-    """The identity for the outputs of `_Same`. Parameters are inputs too, so that autograd asks here for their gradients,
-    which only the tree's own backward has."""
+    """The identity for the outputs of `_Same`. Parameters are inputs too, so that autograd asks here for their
+    gradients, which only the tree's own backward has."""
 
     @staticmethod
     def forward(ctx: Any, deferral: Deferral, count: int, *values: Tensor) -> tuple[Tensor, ...]:
@@ -284,8 +287,8 @@ class _Refuse(torch.autograd.Function):
         same = ctx.next_functions[0][0]
         if not torch._C._will_engine_execute_node(same):  # type: ignore[attr-defined]
             raise RuntimeError(
-                "gradients of the parameters alone were asked for (torch.autograd.grad, or backward(inputs=...)), but a "
-                "loss that is computed from a tree's scores has none before the tree's own backward: call "
+                "gradients of the parameters alone were asked for (torch.autograd.grad, or backward(inputs=...)), but "
+                "a loss that is computed from a tree's scores has none before the tree's own backward: call "
                 "loss.backward() and read .grad (after scored.backward() where TreeEngine.score gave the scores), or "
                 "take tt.logprobs, through which torch.autograd.grad goes"
             )

@@ -347,8 +347,9 @@ class TreeEngine:
                 )
         number = isinstance(whole, SupportsFloat) and not isinstance(whole, bool | str)
         if not number or not 0 < float(whole) < float("inf"):
+            given = float(whole) if number else repr(whole)
             raise ValueError(
-                f"the normaliser is {whole!r}; a step's loss is divided by it, so it must be above 0 and finite"
+                f"the normaliser is {given}; a step's loss is divided by it, so it must be above 0 and finite"
             )
         whole = float(whole)
         batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
@@ -361,13 +362,13 @@ class TreeEngine:
         own, default = self.prepared.device, torch.get_default_device()
         if own.type == "meta":
             raise UnsupportedModel(
-                f"{type(self.model).__name__} is on the meta device, which holds no weights: load them (from_pretrained), "
-                "or give it some (model.to_empty(device=...) and an initialisation)"
+                f"{type(self.model).__name__} is on the meta device, which holds no weights: load them "
+                "(from_pretrained), or give it some (model.to_empty(device=...) and an initialisation)"
             )
         if default.type not in ("cpu", own.type):
             raise ValueError(
-                f"the default device is {default} (with torch.device(...), or torch.set_default_device) and the model is "
-                f"on {own}: tensors would be made beside it. Call this outside of that block"
+                f"the default device is {default} (with torch.device(...), or torch.set_default_device) and the model "
+                f"is on {own}: tensors would be made beside it. Call this outside of that block"
             )
 
     def _check_tree(self, tree: TokenTree) -> None:

@@ -235,7 +235,7 @@ class States(NamedTuple):
 class Scored:
     """Scores of a batch, to compute a loss from; made by `TreeEngine.score`.
 
-    Autograd ends in the tensors. Call ``backward`` on a loss that is computed from them, then `backward` here. Until then
+    Autograd ends in them. Call ``backward`` on a loss that is computed from them, then `backward` here. Until then
     ``.grad`` of the parameters is a `DeferredGradient`: an optimizer that steps, or code that reads it, gets an error.
     """
 
@@ -372,8 +372,8 @@ class Scored:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"what {self._name} gave cannot be copied or pickled: it holds graphs of the model, and runs backward once. "
-            "Score the rows again; numbers to keep are [row.detach().clone() for row in scored.logprobs]"
+            f"what {self._name} gave cannot be copied or pickled: it holds graphs of the model and runs backward once. "
+            "Score the rows again; numbers to keep: [row.detach().clone() for row in scored.logprobs]"
         )
 
     def backward(self, *, sync: bool = True) -> None:

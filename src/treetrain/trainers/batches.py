@@ -337,7 +337,7 @@ def _images_of(
 
 
 def with_labels(kwargs: ModelInputs) -> ModelInputs:
-    """The arguments of a call with ``labels`` in place of ``shift_labels``, which models read instead if both are there.
+    """The arguments of a call with ``labels`` in place of ``shift_labels``, which models prefer if both are there.
 
     Raises:
         DataError: ``shift_labels`` of another shape than the ids, or with a label for the token after the last column.

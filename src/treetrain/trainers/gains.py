@@ -191,8 +191,9 @@ class Gains:
             args: Any = self._trainer.args
             each, steps = args.steps_per_generation, args.gradient_accumulation_steps
             return (
-                f"A generation of {each} micro-batches is trained in steps of {steps}, each with a random part of every "
-                f"group: {generation:.0%} of its tokens could be shared. Set gradient_accumulation_steps={each}, or "
+                f"A generation of {each} micro-batches is trained in steps of {steps}, each with a random part of "
+                f"every group: {generation:.0%} of its tokens could be shared. Set "
+                f"gradient_accumulation_steps={each}, or "
                 f"steps_per_generation={steps} with whole groups in a step"
             )
         if (

@@ -188,8 +188,8 @@ class PrefixGroupSampler(Sampler[int]):
         dataset: rows; a `datasets.Dataset`, or any sequence of mappings.
         batch_size: rows of a micro-batch on one process, `per_device_train_batch_size`.
         key: a column, or a function of a row. Token ids (a list of integers) group rows by their longest common
-            prefixes; anything else groups rows of equal value, such as the name of a task. A row whose value is None, or
-            without tokens, is a group by itself.
+            prefixes; anything else groups rows of equal value, such as the name of a task. A row whose value is None,
+            or without tokens, is a group by itself.
         accumulation: micro-batches of an optimizer step, `gradient_accumulation_steps`.
         processes: how many processes share a step.
         seed: the seed of the order.

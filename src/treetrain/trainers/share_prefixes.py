@@ -865,7 +865,7 @@ def output_kind_of(trainer: Trainer) -> OutputKind:
     assert trainer.model is not None
     if not {*names} & {*FUSED_TRAINERS} and _fused_forward(trainer.model) is None:
         raise ValueError(
-            f"{names[0]} of TRL asks its model for logits, which no tree gives; share_prefixes takes RewardTrainer, and "
+            f"{names[0]} of TRL asks its model for logits, which no tree gives; share_prefixes takes RewardTrainer and "
             f"trainers of TRL whose model has its fused head, such as {', '.join(FUSED_TRAINERS)}. In a subclass whose "
             "compute_loss takes tt.token_logprobs(model, inputs) from a plain transformers.Trainer, prefixes are shared"
         )

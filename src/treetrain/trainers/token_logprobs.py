@@ -40,8 +40,8 @@ def token_logprobs(
     """Log-probabilities of the tokens of a batch, aligned with it, for a loss of your own; differentiable.
 
     In the ``compute_loss`` of a trainer with `share_prefixes`, every prefix that rows share is computed once, forward
-    and backward. Otherwise the plain model runs, with rows padded on their right: packed rows, and rows that are padded on
-    their left, are moved, since many models would mix them with what stands before them. Its head runs on the
+    and backward. Otherwise the plain model runs, with rows padded on their right: packed rows, and rows that are padded
+    on their left, are moved, since many models would mix them with what stands before them. Its head runs on the
     predictions that are wanted, a few at a time, so logits [B, L, vocabulary] do not exist. The numbers are the same.
 
     Args:
@@ -49,8 +49,8 @@ def token_logprobs(
             outputs that it is given.
         inputs: the batch: ``input_ids`` [B, L], with an ``attention_mask`` if it is padded (on either side), with
             ``position_ids`` or ``cu_seq_lens_q`` if it is packed. ``labels`` [B, L] select predictions: those of tokens
-            whose label is not -100; ``shift_labels`` do if they are there. Without labels every token but a row's first is predicted. Entries that no model
-            reads, such as advantages, are ignored. For outputs: the labels alone.
+            whose label is not -100; ``shift_labels`` do if they are there. Without labels every token but a row's first
+            is predicted. Entries that no model reads, such as advantages, are ignored. For outputs: the labels alone.
         temperature: divides the logits before the softmax: the one that the rows were sampled with, in a policy loss.
         return_entropy: also give the entropies of the distributions that the tokens were drawn from.
 
