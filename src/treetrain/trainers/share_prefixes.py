@@ -768,7 +768,7 @@ class TreeOutput:
         return getattr(self._plain_output(f".{name}"), name)  # an AttributeError would be no error for hasattr
 
     def __getitem__(self, key: object) -> Any:
-        if isinstance(key, slice) and not self._evaluates:
+        if isinstance(key, slice):  # which `Trainer.prediction_step` asks for whether it needs logits or not
             return tuple(x for x in (self.loss,) if x is not None)[key]
         if key in ("loss", 0) and self.loss is not None:
             return self.loss
