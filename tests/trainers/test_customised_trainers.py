@@ -473,15 +473,15 @@ def estimates_by_shifts(*bases):
     class Custom(*bases):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             number, losses = self.number, []
+            kept = [p.detach().clone() for p in self.model.parameters()]
             with torch.no_grad():
                 for sign in (1, -1):
                     random = torch.Generator().manual_seed(number)
-                    shifts = [sign * 0.05 * torch.randn(p.shape, generator=random) for p in self.model.parameters()]
-                    for p, shift in zip(self.model.parameters(), shifts):
-                        p.data.add_(shift)
+                    for p, values in zip(self.model.parameters(), kept):
+                        p.data.copy_(values).add_(sign * 0.05 * torch.randn(p.shape, generator=random))
                     losses.append(super().compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch))
-                    for p, shift in zip(self.model.parameters(), shifts):
-                        p.data.sub_(shift)
+                for p, values in zip(self.model.parameters(), kept):
+                    p.data.copy_(values)
             self.see(losses[0] - losses[1])
             return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
 
@@ -672,7 +672,7 @@ def test_weights_that_are_others_around_a_backward_are_refused_in_a_tree_of_seve
 @pytest.mark.parametrize("accumulation", [2, 1])
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_call_is_answered_by_the_model_as_it_is_then(name, accumulation, tmp_path, monkeypatch):
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation}
+    settings = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
     compare(name, tmp_path, monkeypatch, **settings)
 
 
