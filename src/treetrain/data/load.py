@@ -124,7 +124,7 @@ def load(
     schemas = _tools_of(tools)
     settings = _settings(tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images)
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
-    reading.apart = getattr(collect, "apart", False)
+    reading.notes.apart = getattr(collect, "apart", False)
     found = (found for path in paths for found in read_records(path, reading.notes))
     return reading.finished(collect(reading.rows(found, f"{paths[0]}: {NOTHING}", getattr(collect, "wants", None))))
 
@@ -306,8 +306,6 @@ class _Reading:
     skipped: list[str] = dataclasses.field(default_factory=list)
     records: int = 0
     made: int = 0
-    apart: bool = False
-    """Whether notes are those on the present record."""
     first: tuple[str, Record] = ("", {})
     """The first record that could be read, and its place."""
 
@@ -370,14 +368,14 @@ class _Reading:
         size = 0
         for self.records, (place, record) in enumerate(records, 1):
             self.notes.place = place
-            if self.apart:
+            if self.notes.apart:
                 self.notes.clear()
             found = record if isinstance(record, DataError) else self._rows(record)
-            if self.apart and self.notes.masks:
+            if self.notes.apart and self.notes.masks:
                 self.notes.add(f"what is trained: {self.notes.masks}")
             pending.append((place, found))
             size += 0 if isinstance(found, DataError) else sum(map(len, found))
-            if size > TOKENISED_TOGETHER or isinstance(found, DataError) or self.apart:
+            if size > TOKENISED_TOGETHER or isinstance(found, DataError) or self.notes.apart:
                 yield from self._tokenised(pending)
                 pending, size = [], 0
         yield from self._tokenised(pending)

@@ -45,8 +45,10 @@ class Notes:
     def __init__(self, place: str = "") -> None:
         self.place = place
         """File and line of the current record."""
+        self.apart = False
+        """Whether remarks are those on the current record, and say where its loss weights come from."""
         self.masks = ""
-        """Where the loss weights of the current record come from."""
+        """Where the loss weights of the current record come from, if remarks are apart."""
         self._count: dict[str, int] = {}
         self._first: dict[str, str] = {}
         self._unused: dict[str, Counter[str]] = {}
