@@ -111,6 +111,21 @@ def test_arguments_of_the_shared_data_are_their_text_with_deepseek(texts_of, fau
     assert '{"word": "firstcall"}' in texts[0][0] and texts[1] == ["Twenty metres.<｜end▁of▁sentence｜>"]
 
 
+def test_pairs_errors_groups_and_scored_answers_of_the_shared_data_are_read(texts_of, faults):
+    texts, found = texts_of(faults / "r1_sharegpt_dpo.jsonl")
+    assert texts == [["Oak" + ENDED], ["Bus" + ENDED]] and [row.chosen for row in found.trajectories] == [True, False]
+    texts, found = texts_of(faults / "r3_first_record_error.jsonl")
+    assert texts == [["hi" + ENDED]] and noted(found, "an error in the place of an answer is no row")
+    rows = texts_of(faults / "r4_atropos.jsonl")[1].trajectories
+    assert [(row.ids.tolist(), row.weights.tolist(), row.reward) for row in rows] == [
+        ([5, 6, 7, 8], [0, 0, 1, 1], 1.0),
+        ([5, 6, 9], [0, 0, 1], -1.0),
+    ]
+    assert rows[0].group == rows[1].group is not None
+    texts, found = texts_of(faults / "r6_prompt_response_reward.jsonl")
+    assert texts == [["4"], ["5"]] and [row.reward for row in found.trajectories] == [1.0, 0.0]
+
+
 def test_the_label_of_unpaired_preferences_says_whether_an_answer_is_chosen(texts_of):
     rows = [{"messages": [ASKED, one], "label": label} for one, label in ((OAK, True), (BUS, False), (BUS, 0))]
     _, found = texts_of(*rows)
