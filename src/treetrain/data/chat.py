@@ -429,7 +429,8 @@ def _rendering(tokenizer: Any) -> Killable[str]:
 
 
 def _apply_template(tokenizer: "weakref.ref[Any]", messages: list[Message], tools: Tools, options: Json) -> str:
-    return tokenizer().apply_chat_template(messages, tools=tools, **options)
+    owner: Any = tokenizer()
+    return owner.apply_chat_template(messages, tools=tools, **options)
 
 
 class Renderer:

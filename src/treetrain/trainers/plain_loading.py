@@ -89,7 +89,8 @@ class _Words:
 
     def __setstate__(self, state: object) -> None:
         version, shape, dtype, fortran, data = state if isinstance(state, tuple) and len(state) == 5 else (None,) * 5
-        if (version, shape, type(dtype), fortran, type(data)) != (1, (624,), _Dtype, False, bytes) or len(data) != 2496:
+        good = (version, shape, type(dtype), fortran) == (1, (624,), _Dtype, False)
+        if not good or not isinstance(data, bytes) or len(data) != 2496:
             raise pickle.UnpicklingError("an array of another shape is no random state")
         self.checked = True
 
