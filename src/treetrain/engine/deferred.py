@@ -216,7 +216,7 @@ class Deferral:
         number = torch._C._current_graph_task_id()
         if number != self._backward:  # once in a backward, at its end: autograd may still add to `.grad` itself
             self._backward = number
-            self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
             Variable._execution_engine.queue_callback(self._defer)
 
     def _defer(self) -> None:
@@ -302,20 +302,21 @@ def _call_hooks_for_gradients_alone(parameters: Sequence[nn.Parameter]) -> None:
 
     Autograd calls hooks with None, or after nothing was accumulated, wherever a node had a parameter as its input.
     """
-    before = []
+    before: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
-    def if_given(hook: Callable[..., object]) -> Callable[..., object]:
+    def if_given(hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda gradient: None if gradient is None else hook(gradient)
 
-    def if_accumulated(hook: Callable[..., object], grad: Tensor | None) -> Callable[..., object]:
+    def if_accumulated(hook: Callable[..., Any], grad: Tensor | None) -> Callable[..., Any]:
         version = None if grad is None else grad._version
         return lambda p: hook(p) if p.grad is not grad or (grad is not None and grad._version != version) else None
 
     for p in parameters:
-        for hooks, wrap in (
+        kinds: tuple[tuple[Any, Callable[..., Any]], ...] = (
             (p._backward_hooks, if_given),
             (p._post_accumulate_grad_hooks, lambda hook, grad=p.grad: if_accumulated(hook, grad)),
-        ):
+        )
+        for hooks, wrap in kinds:
             if hooks:
                 before.append((hooks, dict(hooks)))
                 hooks.update({key: wrap(hook) for key, hook in hooks.items()})

@@ -65,9 +65,10 @@ def group_rows(values: Sequence[Any], most: int) -> list[RowNumbers]:
     """
     if len(values) == 0:
         raise DataError("the data set has no rows")
-    some = next((value for value in values if value is not None and np.size(value)), None)
+    some: Any = next((value for value in values if value is not None and np.size(value)), 0)
     if np.ndim(some) != 1 or not np.issubdtype(np.asarray(some).dtype, np.integer):
-        codes = codes_of(None if isinstance(value, list | np.ndarray) and not len(value) else value for value in values)
+        labels: list[Any] = [None if isinstance(x, list | np.ndarray) and not len(x) else x for x in values]
+        codes = codes_of(labels)
         alone = np.flatnonzero(codes < 0)  # a row that belongs to no group is one by itself
         codes[alone] = codes.max(initial=-1) + 1 + np.arange(len(alone))
         return _by_label(codes)

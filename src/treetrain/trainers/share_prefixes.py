@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import ModelOutput
 
 from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.engine.engine import TreeEngine
@@ -221,7 +222,7 @@ def _is_fused(forward: object) -> bool:
     return {*FUSED_SETTINGS} <= {*getattr(code, "co_freevars", ())}
 
 
-def _fused_forward(model: nn.Module) -> object | None:
+def _fused_forward(model: nn.Module) -> Any:
     """The forward that TRL's `add_fused_lm_head` has installed beneath others; None if it has not."""
     forward = causal_lm(model).forward
     while forward is not None and not _is_fused(forward):
