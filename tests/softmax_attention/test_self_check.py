@@ -258,7 +258,10 @@ def test_limits_tell_a_wrong_kernel_from_rounding():
         attend = BACKENDS["matmul"](forest, cache, device, size)
         assert attend is not None
         forward = attend.forward
-        attend.forward = lambda *given: (forward(*given)[0].index_fill(0, torch.arange(min(16, len(given[0].query))), 0.0), forward(*given)[1])
+        attend.forward = lambda *given: (
+            forward(*given)[0].index_fill(0, torch.arange(min(16, len(given[0].query))), 0.0),
+            forward(*given)[1],
+        )
         return attend
 
     assert errors_of(one_tile_is_zero)["the output"] > np.sqrt(kernel_checks.LIMIT_16_BITS) / 2

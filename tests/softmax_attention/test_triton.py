@@ -282,7 +282,7 @@ def test_the_kernels_compile_for_hopper_within_its_shared_memory():
     script = Path(__file__).parents[2] / "benchmarks" / "triton_report.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, str(script), "--kernels", "attention", "--dtypes", "bfloat16"]
+    command = [sys.executable, str(script), "--kernels", "attention", "--dtypes", "bfloat16", "--defaults"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.strip().splitlines()

@@ -16,6 +16,7 @@ heads.
 import functools
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -114,10 +115,12 @@ def kernel_options(size: int) -> FlexKernelOptions:
     Args:
         size: head size, the larger of query's and value's.
     """
-    options = FlexKernelOptions(BACKEND="TRITON")
+    options: dict[str, Any] = {"BACKEND": "TRITON"}
     if 128 < size < 256:  # the blocks of 256, to which these heads are padded
-        options |= FlexKernelOptions(fwd_BLOCK_M=64, fwd_BLOCK_N=32, fwd_num_stages=3, fwd_num_warps=4)
-    return options | FlexKernelOptions(bwd_num_warps=8) if size > 128 else options
+        options |= {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 3, "fwd_num_warps": 4}
+    if size > 128:
+        options["bwd_num_warps"] = 8
+    return cast(FlexKernelOptions, options)  # whose type lists no names with fwd_ or bwd_
 
 
 class _Exported(torch.autograd.Function):
