@@ -593,14 +593,14 @@ class PrefixSharing:
         if scores.scored is None:
             started = self.gains.now() if training else 0.0
             joint = scores.last > scores.first
+            before = None
             if joint and not training:
                 engine.prepared.check()
-                scores.model = ScoredModel(engine.prepared)
+                before = ScoredModel(engine.prepared)
             scores.scored = self._run(engine, head, scores)
-            if joint and not training:
-                scores.model.leave_out_changes()
-            elif joint:
-                scores.model = scores.scored.model
+            if before is not None:
+                before.leave_out_changes()
+            scores.model = (before or scores.scored.model) if joint else None
             if training:
                 self.processes.scored(scores.scored, self._settle)
                 self.gains.add(scores.scored, scores.tree, engine.prepared.cost, started)

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import numpy as np
@@ -38,16 +38,16 @@ from treetrain.engine.costs import compute_dtype
 from treetrain.engine.deferred import gradients_aside
 from treetrain.engine.engine_model import HOOK_FIELDS, EngineModel, global_hooks
 from treetrain.engine.loss_gradients import Batch, last_states
+from treetrain.engine.ranks import Sharing
 from treetrain.errors import UnsupportedModel
 from treetrain.kernel_checks import relative_error
-from treetrain.models.capability import causal_lm
+from treetrain.models.capability import Capabilities, causal_lm
 from treetrain.models.row_scores import scores_of_logits
 from treetrain.models.tree_mode import replaced
 from treetrain.tree.token_tree import TokenTree, build_tree
 
 if TYPE_CHECKING:
     from treetrain.data.images import Image
-    from treetrain.engine.engine import TreeEngine
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 LIMIT_16_BITS = 0.1
@@ -62,6 +62,22 @@ _REMEMBERED = 16
 _ACCEPTED: "WeakKeyDictionary[nn.Module, list[_State]]" = WeakKeyDictionary()
 _STOCK = ("transformers", "torch", "peft", "treetrain", "bitsandbytes", "torchao", "accelerate", "deepspeed", "trl")
 """Packages whose modules and attention are not a user's own."""
+
+
+class Engine(Protocol):
+    """What is needed here of a `TreeEngine`."""
+
+    merge: bool
+    check: bool
+    prepared: EngineModel
+    sharing: Sharing
+    accepted: dict[object, object]
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def capabilities(self) -> Capabilities: ...
+    def score(self, rows: TokenTree, *, values: bool = False, rewards: bool = False) -> Any: ...
 
 
 class _State(NamedTuple):
@@ -85,14 +101,14 @@ def _weak(value: object) -> object:
         return value
 
 
-def _state_of(engine: "TreeEngine") -> _State:
+def _state_of(engine: Engine) -> _State:
     model = engine.prepared
     asked = model.capabilities.scores_tokens, model.capabilities.scalar is not None
     mode = engine.merge, torch.is_grad_enabled(), model.model.training, compute_dtype(model.model, model.device), *asked
     return _State(model.state.code, model.state.switches, mode)
 
 
-def accept(engine: "TreeEngine") -> None:
+def accept(engine: Engine) -> None:
     """Take the state of the model as it is now for exact, since the caller compares it."""
     engine.prepared.check()
     states = _ACCEPTED.setdefault(engine.model, [])
@@ -100,7 +116,7 @@ def accept(engine: "TreeEngine") -> None:
     del states[:-_REMEMBERED]
 
 
-def compare_first_use(engine: "TreeEngine", tree: TokenTree) -> None:
+def compare_first_use(engine: Engine, tree: TokenTree) -> None:
     """Compare a small forest with its rows one by one, unless the model's state has been compared before.
 
     Args:
@@ -205,7 +221,7 @@ Found = tuple[list[Tensor], list[Tensor]]
 """Scores, row by row, and slices of gradients."""
 
 
-def _compare(engine: "TreeEngine") -> bool:
+def _compare(engine: Engine) -> bool:
     """Compare both sides; returns whether the plain model's numbers were finite, since others tell nothing."""
     model, rows = engine.prepared, _rows(engine.prepared)
     live = model.live and engine.sharing.ranks.alone
@@ -253,7 +269,7 @@ def _weights(scores: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in scores]
 
 
-def _run_tree(engine: "TreeEngine", rows: list[list[int]], budget: int | None, *, live: bool) -> list[Tensor]:
+def _run_tree(engine: Engine, rows: list[list[int]], budget: int | None, *, live: bool) -> list[Tensor]:
     probe = copy(engine)
     probe.check, probe.prepared = False, copy(engine.prepared)
     probe.prepared.budget, probe.prepared._compile_layers = budget, False
@@ -398,7 +414,7 @@ def _by_token(given: object, tokens: int) -> list[Tensor]:
     return [x for value in values for x in _by_token(value, tokens)]
 
 
-def _first_different(engine: "TreeEngine", rows: list[list[int]]) -> tuple[str, float] | None:
+def _first_different(engine: Engine, rows: list[list[int]]) -> tuple[str, float] | None:
     """The module whose forward or hooks first give something else on a tree, and by how much; None if not found."""
     model, tree, scalar = engine.prepared, build_tree(rows, merge=engine.merge), engine.capabilities.scalar
     offsets, index = tree.paths()
@@ -480,7 +496,7 @@ def advice(model: nn.Module, without: str) -> str:
     return f"remove what is not the model's own ({shown}), or {without}"
 
 
-def _message_of_scores(engine: "TreeEngine", rows: list[list[int]], apart: float) -> str:
+def _message_of_scores(engine: Engine, rows: list[list[int]], apart: float) -> str:
     model = engine.model
     found = _first_different(engine, rows)
     if found is None:
