@@ -176,6 +176,7 @@ class TreeEngine:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model and the value head, each once."""
+        self.prepared.read()
         return self.prepared.parameters
 
     @property

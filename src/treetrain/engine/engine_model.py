@@ -24,6 +24,7 @@ from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.ranks import Sharing
+from treetrain.engine.snapshot import Snapshot
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model, model_device
 from treetrain.planning.cost import Beside, CostModel
@@ -71,7 +72,10 @@ such as two experts that exchange their biases."""
 
 
 class ModelState(NamedTuple):
-    """The settings of a model at one moment, by name and the address of the module or configuration that holds them."""
+    """The settings of a model at one moment, by name and the address of the module or configuration that holds them.
+
+    It is read again only if a `Snapshot` has changed, so whatever is read here must be compared there.
+    """
 
     switches: dict[tuple[int, str], object]
     """The active adapters and the trained parameters: together with the weights they say which model this is."""
@@ -156,7 +160,7 @@ class ScoredModel:
 
     def leave_out_changes(self) -> None:
         """Do not compare the settings and buffers that have changed since the state was read."""
-        now = self._read(ModelState.of(self._model.model, self._model.value_head))
+        now = self._read(self._model.read())
         self._before = {at: value for at, value in self._before.items() if _same(value, now.get(at, _GONE))}
 
     def check(self, call: str) -> None:
@@ -166,7 +170,7 @@ class ScoredModel:
                 f"the model's weights have changed between {call} and its backward (an optimiser step?); gradients "
                 "would belong to other weights: call backward first, or score again"
             )
-        now = self._read(ModelState.of(self._model.model, self._model.value_head))
+        now = self._read(self._model.read())
         for at, then in self._before.items():
             if not _same(then, now.get(at, _GONE)):
                 raise RuntimeError(
@@ -177,8 +181,7 @@ class ScoredModel:
 
     def _read(self, state: ModelState) -> dict[tuple[int, str], object]:
         """The settings that passes may read, copies of small buffers, and checksums of large ones."""
-        roots = (self._model.model, self._model.value_head)
-        of_modules = [(id(m), m._buffers) for root in roots if root is not None for m in root.modules()]
+        of_modules = [(id(m), m._buffers) for m in self._model.modules]
         own = [((holder, n), _own_part(b)) for holder, bs in of_modules for n, b in bs.items() if b is not None]
         buffers = {at: x.detach().clone() if x.numel() <= _SMALL else _checksum(x) for at, x in own}
         return {**state.switches, **state.settings, **buffers}
@@ -274,6 +277,8 @@ class EngineModel:
         """See `compiled_layers`."""
         self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""
+        self._latest = Snapshot(()), self.state
+        """The model as it was read last."""
         self._cost: tuple[object, CostModel | None] = None, None
         self.device: torch.device
         """The device that the model takes its input on."""
@@ -290,7 +295,7 @@ class EngineModel:
     def check(self) -> Capabilities:
         """Check the model if it has changed since the last call (a dropout may have been switched on), and read how
         much memory is free."""
-        now = ModelState.of(self.model, self.value_head)
+        now = self.read()
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost = None, None
@@ -303,11 +308,28 @@ class EngineModel:
         self.beside = None
         return self._all
 
+    def read(self) -> ModelState:
+        """The settings of the model and the value head as they are now."""
+        snapshot, state = self._latest
+        if not snapshot.modules or not snapshot.unchanged():
+            snapshot, state = Snapshot((self.model, self.value_head)), ModelState.of(self.model, self.value_head)
+            self._latest = snapshot, state
+        return state
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the model and the value head, each once, as they were read last."""
+        return self._latest[0].modules
+
+    @property
+    def configured(self) -> list[nn.Module]:
+        """The modules with a configuration, as they were read last."""
+        return self._latest[0].configured
+
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model and the value head, each once."""
-        modules = [self.model] if self.value_head is None else [self.model, self.value_head]
-        return list({p: None for module in modules for p in module.parameters()})
+        """The parameters of the model and the value head, each once, as they were read last."""
+        return self._latest[0].parameters
 
     @property
     def live(self) -> bool:
@@ -369,8 +391,10 @@ class EngineModel:
         if self.device.type == "cpu":
             free //= self.sharing.processes_on_host
         for p in self.parameters:
-            grad = getattr(p.grad, "beneath", p.grad)  # of a `DeferredGradient`
-            if p.requires_grad and grad is None:
+            grad = p.grad
+            if grad is not None and type(grad) is not Tensor:
+                grad = getattr(grad, "beneath", grad)  # of a `DeferredGradient`
+            if grad is None and p.requires_grad:
                 own = getattr(p, "_local_tensor", p)  # the part that this process holds of a sharded parameter
                 absent += own.numel() * own.element_size()
         return max(free - absent, 0)
