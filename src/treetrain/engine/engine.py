@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -211,12 +212,15 @@ class TreeEngine:
     def cost(self) -> CostModel:
         """The cost model of this model as it is now: counted without running it, with published speeds.
 
+        What compiled layers save for backward is as counted until a step, `plan` or `warm_up` has measured it.
+
         Raises:
             UnsupportedModel: a model that cannot be counted.
         """
         from treetrain.engine.costs import cost_of
 
-        return cost_of(self.model)
+        cost, saved = cost_of(self.model), self.prepared.saved_bytes
+        return cost if saved is None else replace(cost, counts=cost.counts.saving(saved))
 
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
         """The tree of a batch; raises DataError for rows that are no token ids."""
@@ -236,8 +240,36 @@ class TreeEngine:
         self.prepared.capabilities = self.prepared.check()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
+        self.prepared.measure(self.passes_type)
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
         return self._faster(tree, plan)[1]
+
+    def warm_up(self, plan: Plan | None = None) -> float:
+        """Compile layers for the steps of a run before the first of them, in the dtype and autocast of the call.
+
+        Nothing happens if layers do not run compiled, or if the model adds a loss of its routers. Gradients, hooks and
+        buffers do not see these passes. Under context parallel every rank makes the call.
+
+        Args:
+            plan: the plan of a step, as from `plan`. None compiles for passes with and without gradient; parts of one
+                token, which are compiled for separately, only come with a plan that has them.
+
+        Returns:
+            seconds.
+
+        Raises:
+            UnsupportedModel: the model would not be exact on a tree.
+        """
+        model = self.prepared
+        with self.sharing.passes_with.together("warm_up"):
+            model.capabilities = model.check()
+            if not (model.compiles and model.can_warm_up):
+                return 0.0
+            from treetrain.engine.extensions.compiled import warm_up
+
+            seconds = warm_up(model, self.passes_type, plan)
+            model.measure(self.passes_type)
+        return seconds
 
     # ---- a training step
 
@@ -321,6 +353,7 @@ class TreeEngine:
         self.sharing.check_hooks(self.prepared.parameters)
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
+        model.measure(self.passes_type)
         predicted = predictions_of(tree, mask)
         rows: Sequence[Trajectory] | None = tree.trajectories
         weight = 0.0
@@ -589,6 +622,7 @@ class TreeEngine:
                 self.sharing.check_hooks(self.prepared.parameters)
             tree = self.tree_of(rows)
             self._check_tree(tree)
+            model.measure(self.passes_type)
             reads: Batch | States
             if values == "rewards":
                 layout, last = last_states(tree, self.prepared.capabilities)

@@ -36,6 +36,7 @@ from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
+    from treetrain.engine.model_passes import ModelPasses
     from treetrain.engine.extensions.experts import RouterBalance
 
 LAST_RESORT_TOKENS = 256
@@ -84,7 +85,7 @@ class ModelState(NamedTuple):
     checked: dict[tuple[int, str], object]
     """What checks alone read, such as the kinds of the weights."""
     hooks: dict[int, tuple[int, ...]]
-    """The numbers of the forward hooks by module, without those of `_HARMLESS`. A hook that is set anew gets another
+    """The numbers of the forward hooks by module, without those of `HARMLESS_HOOKS`. A hook that is set anew gets another
     number."""
     alive: list[object]
     """Objects of which the state has the address alone. While they are kept, no other object has the same address."""
@@ -112,7 +113,7 @@ class ModelState(NamedTuple):
                         alive.append(value)
                 if fields["_forward_pre_hooks"] or fields["_forward_hooks"]:
                     before, after = (
-                        [n for n, hook in own.items() if getattr(hook, "__code__", None) not in _HARMLESS]
+                        [n for n, hook in own.items() if getattr(hook, "__code__", None) not in HARMLESS_HOOKS]
                         for own in (fields["_forward_pre_hooks"], fields["_forward_hooks"])
                     )
                     if before or after:
@@ -142,7 +143,7 @@ class ModelState(NamedTuple):
 
 _TRAINED = ".requires_grad"
 """The end of the names of the requires_grad flags."""
-_HARMLESS = tuple(x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType))
+HARMLESS_HOOKS = tuple(x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType))
 """The code of the hook by which transformers makes embeddings require gradients, and which changes no values. TRL's
 trainers set it anew whenever they have generated, and leave the old ones on."""
 
@@ -275,6 +276,8 @@ class EngineModel:
         """Whether decoder layers run compiled."""
         self._compiled: dict[nn.Module, Callable[..., object]] = {}
         """See `compiled_layers`."""
+        self._saved: dict[tuple[object, ...], float | None] = {}
+        """By device and dtypes, bytes per token that compiled layers save for backward; None: as counted."""
         self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""
         self._latest = Snapshot(()), self.state
@@ -299,6 +302,7 @@ class EngineModel:
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost = None, None
+            self._saved.clear()
         self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
@@ -348,15 +352,42 @@ class EngineModel:
         """The cost model of the current call, counted without running the model; None if it cannot be counted."""
         if isinstance(self.beside, UnsupportedModel):
             return None
-        autocast = torch.is_autocast_enabled(self.device.type)
-        dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
-        key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
+        key = *self._arithmetic, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
         if self._cost[0] != key:
             from treetrain.engine.costs import cost_if_countable  # once for a model
 
             self._cost = key, cost_if_countable(self.model)
         cost = self._cost[1]
+        if cost is not None and self.saved_bytes is not None:
+            cost = replace(cost, counts=cost.counts.saving(self.saved_bytes))
         return replace(cost, beside=self.beside) if cost is not None and self.beside is not None else cost
+
+    @property
+    def _arithmetic(self) -> tuple[object, ...]:
+        autocast = torch.is_autocast_enabled(self.device.type)
+        return self.device, torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype, autocast
+
+    @property
+    def saved_bytes(self) -> float | None:
+        """Bytes per token that compiled layers were measured to save, and what is outside of them; None: not yet."""
+        return self._saved.get(self._arithmetic) if self.compiles else None
+
+    def measure(self, passes_type: "type[ModelPasses]") -> None:
+        """Measure, once, what compiled layers save for backward; nothing where they do not run or it is not known how.
+
+        Checkpointed layers save their input alone.
+        """
+        arithmetic = self._arithmetic
+        if self.compiles and self.live and arithmetic not in self._saved and self.can_warm_up:
+            from treetrain.engine.costs import is_checkpointed
+            from treetrain.engine.extensions.compiled import saved_bytes
+
+            self._saved[arithmetic] = None if is_checkpointed(self.model) else saved_bytes(self, passes_type)
+
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether a short row can stand for any; a loss of the routers is over all rows of a step."""
+        return self.capabilities.scores_tokens and not self.capabilities.auxiliary
 
     def plan(self, layout: PackedLayout, budget: int | Bytes | None) -> Plan:
         """The fastest plan within a budget: tokens, bytes, or None for what the device has free.

@@ -175,7 +175,7 @@ def _probe(engine: EngineModel, modules: dict[str, nn.Module]) -> None:
 
         probe.called_alone = called_alone
     with ExitStack() as stack:
-        stack.enter_context(_buffers_kept(model))
+        stack.enter_context(buffers_kept(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if not sharded:
             stack.enter_context(_other_hooks_off(model, modules.values()))
@@ -350,7 +350,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
+def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the buffers after the block."""
     places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
     kept = [(x, x._version, x.clone()) for _, _, x in places if x is not None and x.numel() <= _BUFFER_SIZE]
