@@ -219,8 +219,8 @@ class TreeEngine:
         """
         from treetrain.engine.costs import cost_of
 
-        cost, saved = cost_of(self.model), self.prepared.saved_bytes
-        return cost if saved is None else replace(cost, counts=cost.counts.saving(saved))
+        cost = cost_of(self.model)
+        return replace(cost, counts=self.prepared.measured(cost.counts))
 
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
         """The tree of a batch; raises DataError for rows that are no token ids."""
@@ -240,7 +240,7 @@ class TreeEngine:
         self.prepared.capabilities = self.prepared.check()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
-        self.prepared.measure(self.passes_type)
+        self._measure()
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
         return self._faster(tree, plan)[1]
 
@@ -263,13 +263,18 @@ class TreeEngine:
         model = self.prepared
         with self.sharing.passes_with.together("warm_up"):
             model.capabilities = model.check()
-            if not (model.compiles and model.can_warm_up):
+            if not model.can_warm_up:
                 return 0.0
-            from treetrain.engine.extensions.compiled import warm_up
+            from treetrain.engine.extensions.warm_up import warm_up
 
-            seconds = warm_up(model, self.passes_type, plan)
-            model.measure(self.passes_type)
-        return seconds
+            return warm_up(model, self.passes_type, plan)
+
+    def _measure(self) -> None:
+        """Measure what compiled layers save for backward, before the first plan that counts on it."""
+        if self.prepared.can_warm_up:
+            from treetrain.engine.extensions.warm_up import measure
+
+            measure(self.prepared, self.passes_type)
 
     # ---- a training step
 
@@ -353,7 +358,7 @@ class TreeEngine:
         self.sharing.check_hooks(self.prepared.parameters)
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
-        model.measure(self.passes_type)
+        self._measure()
         predicted = predictions_of(tree, mask)
         rows: Sequence[Trajectory] | None = tree.trajectories
         weight = 0.0
@@ -622,7 +627,7 @@ class TreeEngine:
                 self.sharing.check_hooks(self.prepared.parameters)
             tree = self.tree_of(rows)
             self._check_tree(tree)
-            model.measure(self.passes_type)
+            self._measure()
             reads: Batch | States
             if values == "rewards":
                 layout, last = last_states(tree, self.prepared.capabilities)

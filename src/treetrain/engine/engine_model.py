@@ -27,7 +27,7 @@ from treetrain.engine.ranks import Sharing
 from treetrain.engine.snapshot import Snapshot
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model, model_device
-from treetrain.planning.cost import Beside, CostModel
+from treetrain.planning.cost import Beside, CostModel, ModelCounts
 from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.planning.partition import partition
@@ -36,7 +36,6 @@ from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from treetrain.engine.model_passes import ModelPasses
     from treetrain.engine.extensions.experts import RouterBalance
 
 LAST_RESORT_TOKENS = 256
@@ -85,7 +84,7 @@ class ModelState(NamedTuple):
     checked: dict[tuple[int, str], object]
     """What checks alone read, such as the kinds of the weights."""
     hooks: dict[int, tuple[int, ...]]
-    """The numbers of the forward hooks by module, without those of `HARMLESS_HOOKS`. A hook that is set anew gets another
+    """The numbers of the forward hooks by module, without `HARMLESS_HOOKS`. A hook that is set anew gets another
     number."""
     alive: list[object]
     """Objects of which the state has the address alone. While they are kept, no other object has the same address."""
@@ -143,7 +142,9 @@ class ModelState(NamedTuple):
 
 _TRAINED = ".requires_grad"
 """The end of the names of the requires_grad flags."""
-HARMLESS_HOOKS = tuple(x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType))
+HARMLESS_HOOKS = tuple(
+    x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType)
+)
 """The code of the hook by which transformers makes embeddings require gradients, and which changes no values. TRL's
 trainers set it anew whenever they have generated, and leave the old ones on."""
 
@@ -276,8 +277,8 @@ class EngineModel:
         """Whether decoder layers run compiled."""
         self._compiled: dict[nn.Module, Callable[..., object]] = {}
         """See `compiled_layers`."""
-        self._saved: dict[tuple[object, ...], float | None] = {}
-        """By device and dtypes, bytes per token that compiled layers save for backward; None: as counted."""
+        self._saved: dict[tuple[object, ...], float] = {}
+        """The bytes per token that compiled layers, and what is around them, were measured to save for backward."""
         self.state = ModelState({}, {}, {}, {}, [])
         """Its settings in the latest call."""
         self._latest = Snapshot(()), self.state
@@ -302,7 +303,6 @@ class EngineModel:
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost = None, None
-            self._saved.clear()
         self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
@@ -348,46 +348,40 @@ class EngineModel:
     # ---- plans
 
     @property
-    def cost(self) -> CostModel | None:
-        """The cost model of the current call, counted without running the model; None if it cannot be counted."""
-        if isinstance(self.beside, UnsupportedModel):
-            return None
-        key = *self._arithmetic, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
+    def counted(self) -> CostModel | None:
+        """The cost model of the model, counted without running it; None if it cannot be counted."""
+        autocast = torch.is_autocast_enabled(self.device.type)
+        dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
+        key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
         if self._cost[0] != key:
             from treetrain.engine.costs import cost_if_countable  # once for a model
 
             self._cost = key, cost_if_countable(self.model)
-        cost = self._cost[1]
-        if cost is not None and self.saved_bytes is not None:
-            cost = replace(cost, counts=cost.counts.saving(self.saved_bytes))
-        return replace(cost, beside=self.beside) if cost is not None and self.beside is not None else cost
+        return self._cost[1]
 
     @property
-    def _arithmetic(self) -> tuple[object, ...]:
-        autocast = torch.is_autocast_enabled(self.device.type)
-        return self.device, torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype, autocast
+    def cost(self) -> CostModel | None:
+        """The cost model of the current call; None if it cannot be counted."""
+        cost = None if isinstance(self.beside, UnsupportedModel) else self.counted
+        return None if cost is None else replace(cost, counts=self.measured(cost.counts), beside=self.beside)
 
-    @property
-    def saved_bytes(self) -> float | None:
-        """Bytes per token that compiled layers were measured to save, and what is outside of them; None: not yet."""
-        return self._saved.get(self._arithmetic) if self.compiles else None
+    def measured(self, counts: ModelCounts) -> ModelCounts:
+        """Counts of this model with the bytes that compiled layers were measured to save, if they have been."""
+        saved = self._saved.get(self._place(counts)) if self.compiles else None
+        return counts if saved is None else counts.saving(saved)
 
-    def measure(self, passes_type: "type[ModelPasses]") -> None:
-        """Measure, once, what compiled layers save for backward; nothing where they do not run or it is not known how.
+    def set_measured(self, counts: ModelCounts, saved_token: float) -> None:
+        """Note the bytes per token that compiled layers, and what is around them, save for backward."""
+        self._saved[self._place(counts)] = saved_token
 
-        Checkpointed layers save their input alone.
-        """
-        arithmetic = self._arithmetic
-        if self.compiles and self.live and arithmetic not in self._saved and self.can_warm_up:
-            from treetrain.engine.costs import is_checkpointed
-            from treetrain.engine.extensions.compiled import saved_bytes
-
-            self._saved[arithmetic] = None if is_checkpointed(self.model) else saved_bytes(self, passes_type)
+    def _place(self, counts: ModelCounts) -> tuple[object, ...]:
+        """What the measured bytes depend on: the device, and by its counts the model, its dtype and checkpointing."""
+        return self.device, counts.dtype_bytes, counts.saved_token, counts.saved_layers, counts.saved_pass
 
     @property
     def can_warm_up(self) -> bool:
-        """Whether a short row can stand for any; a loss of the routers is over all rows of a step."""
-        return self.capabilities.scores_tokens and not self.capabilities.auxiliary
+        """Whether layers run compiled and a short row can stand for any; a loss of the routers is over all rows."""
+        return self.compiles and self.capabilities.scores_tokens and not self.capabilities.auxiliary
 
     def plan(self, layout: PackedLayout, budget: int | Bytes | None) -> Plan:
         """The fastest plan within a budget: tokens, bytes, or None for what the device has free.

@@ -18,6 +18,9 @@ _COMPARED = "training", "_parameters", "_modules", "_forward_pre_hooks", "_forwa
 """Those among them that are compared."""
 
 _EMPTY: dict[str, object] = {}
+_CONTAINERS = list, tuple, set, type(_EMPTY.values())
+_DEPTH = 8
+"""Containers within containers that are looked into; some hold themselves."""
 
 
 class Snapshot:
@@ -46,15 +49,15 @@ class Snapshot:
         for config in configs:  # those within a configuration are added on the way
             inner = [value for value in vars(config).values() if hasattr(value, "model_type")]
             configs += [new for new in inner if not any(new is old for old in configs)]
-        self._holders = [*self.modules, *configs]
+        self._holders: list[Any] = [*self.modules, *configs]
         self._kinds = [*map(type, self._holders)]
         self._classes = list(dict.fromkeys(kind for of in set(self._kinds) for kind in of.__mro__))
         self._of_classes = [dict(vars(kind)) for kind in self._classes]
 
         # Holders with the same fields form a group, so that their values can be listed without a loop in Python.
-        self._fields = [*map(vars, self._holders)]
+        self._fields: list[dict[str, Any]] = [holder.__dict__ for holder in self._holders]
         self._sizes = [*map(len, self._fields)]
-        self._odd: list[tuple[dict[str, Any], str, object]] = []
+        self._odd: list[tuple[Any, str, object]] = []
         """Fields that are tensors or hold some, and copies of them."""
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for number, field in enumerate(self._fields):
@@ -100,18 +103,21 @@ class Snapshot:
         return [*[p.requires_grad for p in self.parameters], *[p.dtype for p in self.parameters], *packed]
 
 
-def _holds_tensors(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple | set) and any(map(_holds_tensors, value)))
+def _holds_tensors(value: object, depth: int = 0) -> bool:
+    if isinstance(value, Tensor) or depth == _DEPTH:
+        return isinstance(value, Tensor)
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(items, _CONTAINERS) and any(_holds_tensors(item, depth + 1) for item in items)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, depth: int = 0) -> Any:
     """A value with copies of the dicts, lists and sets in it, and types in place of tensors that are no parameters."""
+    if depth == _DEPTH:
+        return value
     if isinstance(value, dict):  # empty ones share a copy: what is compared should lie in few places of memory
-        return {key: _copied(item) for key, item in value.items()} if value else _EMPTY
+        return {key: _copied(item, depth + 1) for key, item in value.items()} if value else _EMPTY
     if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+        return (list if isinstance(value, list) else tuple)(_copied(item, depth + 1) for item in value)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return type(value)
     return set(value) if isinstance(value, set) else value

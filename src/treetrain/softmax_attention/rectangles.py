@@ -361,9 +361,7 @@ def _to_tensors(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Batc
     )
 
 
-def _gather(
-    x: Float[Tensor, "N heads *rest"], index: Rows, pieces: int
-) -> Float[Tensor, "pieces heads _ *rest"]:
+def _gather(x: Float[Tensor, "N heads *rest"], index: Rows, pieces: int) -> Float[Tensor, "pieces heads _ *rest"]:
     """Gather rows and view them as pieces of equal length."""
     return take_rows(x, index).view(pieces, -1, *x.shape[1:]).transpose(1, 2)
 
