@@ -115,7 +115,7 @@ def test_ranks_wait_for_one_another_much_less_when_their_plans_line_up(ranks):
     own = plan_ranks(tree, PRICES, ranks, budget=budget)
     aligned = plan_ranks(tree, PRICES, ranks, budget=budget, aligned=True)
     (slow, much), (fast, little) = waiting(own.plans), waiting(aligned.plans)
-    assert much > 0.1 and little < 0.01 and fast < 0.9 * slow
+    assert much > 0.15 and little < 0.01 and fast < 0.9 * slow
     assert max(plan.peak_tokens for plan in aligned.plans) <= budget
 
 

@@ -58,8 +58,8 @@ class Device:
     reduce_scatter: float = 1.0
     """Time of a reduce-scatter relative to an all-gather of as many bytes."""
     layer_pass_seconds: float = 1e-3
-    """Fixed seconds of one layer's forward and backward: launches, Python, autograd. Measured on the processor of
-    benchmarks/results (host_time.csv); the host of a GPU is taken to be twice as fast."""
+    """Fixed seconds of one layer's forward and backward: launches, Python, autograd. The host of a GPU is taken to be
+    twice as fast as the processor of benchmarks/results (host_time.csv)."""
     kind: Literal["cpu", "cuda"] = "cuda"
     """Sets the memory allocator that is modelled."""
 
@@ -207,7 +207,7 @@ DEVICES = {
         link_seconds=1e-4,
         network_seconds=1e-4,
         reduce_scatter=2.0,  # gloo adds up whole tensors
-        layer_pass_seconds=2.0e-3,
+        layer_pass_seconds=1.0e-3,
         kind="cpu",
     ),
 }
