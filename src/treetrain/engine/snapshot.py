@@ -7,7 +7,7 @@ changed.
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import eq, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,7 +100,8 @@ class Snapshot:
     def _read_flags(self) -> list[object]:
         own = [p for p in self.parameters if type(p) is not nn.Parameter]
         packed = [getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None) for p in own]
-        return [*[p.requires_grad for p in self.parameters], *[p.dtype for p in self.parameters], *packed]
+        flags = (map(attrgetter(name), self.parameters) for name in ("requires_grad", "dtype"))
+        return [*chain.from_iterable(flags), *packed]
 
 
 def _holds_tensors(value: object, depth: int = 0) -> bool:
