@@ -93,6 +93,7 @@ METHODS = {
     "TreeEngine.router_balance": "(self, trajectories)",
     "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False, mask=None)",
     "TreeEngine.plan": "(self, trajectories)",
+    "TreeEngine.warm_up": "(self, plan=None)",
     "Plan.events": "(self)",
     "Plan.explain": "(self)",
     "Plan.explanation": "(self)",

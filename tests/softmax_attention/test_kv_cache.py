@@ -9,7 +9,7 @@ from parts_by_hand import PartsByHand, Tensors
 
 from support.plans import KEEPS, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import KVCache
+from treetrain.softmax_attention.kv_cache import KVCache, rows_on
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import Forest
@@ -182,11 +182,11 @@ def test_room_that_is_made_later_keeps_what_is_there():
 
 
 def test_rows_are_a_slice_where_they_are_consecutive_and_ascend():
-    cache = KVCache(9, torch.device("cpu"), gradients=False)
-    assert cache.as_rows(np.array([3, 4, 5])) == slice(3, 6)
-    assert cache.as_rows(np.zeros(0, np.int64)) == slice(0, 0)
+    cpu = torch.device("cpu")
+    assert rows_on(cpu, np.array([3, 4, 5])) == slice(3, 6)
+    assert rows_on(cpu, np.zeros(0, np.int64)) == slice(0, 0)
     for rows in ([5, 4, 3], [3, 5, 4, 6], [3, 5]):
-        got = cache.as_rows(np.array(rows))
+        got = rows_on(cpu, np.array(rows))
         assert isinstance(got, torch.Tensor) and got.tolist() == rows
 
 

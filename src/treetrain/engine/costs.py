@@ -255,7 +255,7 @@ def _run(decoder: Any, meter: Meter, tokens: int, *, recurrent: bool) -> Float[T
         return torch.empty(*ids.shape, table.weight.shape[1], dtype=table.weight.dtype, requires_grad=True)
 
     recurrence = tree_recurrence(decoder) if recurrent else nullcontext()
-    with tree_attention(decoder), recurrence, replaced(table, forward=embed):
+    with tree_attention(decoder.modules()), recurrence, replaced(table, forward=embed):
         made = decoder(input_ids=ids, position_ids=ids, attention_mask=None, use_cache=False, **{RUN_KEYWORD: run})
     return made[0]
 

@@ -9,6 +9,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar, cast
 
 import numpy as np
@@ -182,6 +183,7 @@ class TreeEngine:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model and the value head, each once."""
+        self.prepared.read()
         return self.prepared.parameters
 
     @property
@@ -216,12 +218,15 @@ class TreeEngine:
     def cost(self) -> CostModel:
         """The cost model of this model as it is now: counted without running it, with published speeds.
 
+        What compiled layers save for backward is as counted until a step, `plan` or `warm_up` has measured it.
+
         Raises:
             UnsupportedModel: a model that cannot be counted.
         """
         from treetrain.engine.costs import cost_of
 
-        return cost_of(self.model)
+        cost = cost_of(self.model)
+        return replace(cost, counts=self.prepared.measured(cost.counts))
 
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
         """The tree of a batch; raises DataError for rows that are no token ids."""
@@ -241,8 +246,41 @@ class TreeEngine:
         self.prepared.capabilities = self.prepared.check()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
+        self._measure()
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
         return self._faster(tree, plan)[1]
+
+    def warm_up(self, plan: Plan | None = None) -> float:
+        """Compile layers for the steps of a run before the first of them, in the dtype and autocast of the call.
+
+        Nothing happens if layers do not run compiled, or if the model adds a loss of its routers. Gradients, hooks and
+        buffers do not see these passes. Under context parallel every rank makes the call.
+
+        Args:
+            plan: the plan of a step, as from `plan`. None compiles for passes with and without gradient; parts of one
+                token, which are compiled for separately, only come with a plan that has them.
+
+        Returns:
+            seconds.
+
+        Raises:
+            UnsupportedModel: the model would not be exact on a tree.
+        """
+        model = self.prepared
+        with self.sharing.passes_with.together("warm_up"):
+            model.capabilities = model.check()
+            if not model.can_warm_up:
+                return 0.0
+            from treetrain.engine.extensions.warm_up import warm_up
+
+            return warm_up(model, self.passes_type, plan)
+
+    def _measure(self) -> None:
+        """Measure what compiled layers save for backward, before the first plan that counts on it."""
+        if self.prepared.can_warm_up:
+            from treetrain.engine.extensions.warm_up import measure
+
+            measure(self.prepared, self.passes_type)
 
     # ---- a training step
 
@@ -328,6 +366,7 @@ class TreeEngine:
         self._check_device()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
+        self._measure()
         predicted = predictions_of(tree, mask)
         rows: Sequence[Trajectory] | None = tree.trajectories
         weight = 0.0
@@ -613,6 +652,7 @@ class TreeEngine:
             self._check_device()
             tree = self.tree_of(rows)
             self._check_tree(tree)
+            self._measure()
             reads: Batch | States
             if values == "rewards":
                 layout, last = last_states(tree, self.prepared.capabilities)

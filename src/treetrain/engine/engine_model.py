@@ -9,15 +9,15 @@ buffers (`ScoredModel`), since parts that run again in its backward must compute
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
-from torch.nn.modules import module as _of_all_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -26,10 +26,11 @@ from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.ranks import Sharing
+from treetrain.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model, model_device
 from treetrain.models.frozen_layers import frozen_layers
-from treetrain.planning.cost import Beside, CostModel
+from treetrain.planning.cost import Beside, CostModel, ModelCounts
 from treetrain.planning.devices import MEMORY_MARGIN
 from treetrain.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.planning.partition import partition
@@ -74,7 +75,10 @@ such as two experts that exchange their biases."""
 
 
 class ModelState(NamedTuple):
-    """The settings of a model at one moment, by name and the address of the module or configuration that holds them."""
+    """The settings of a model at one moment, by name and the address of the module or configuration that holds them.
+
+    It is read again only if a `Snapshot` has changed, so whatever is read here must be compared there.
+    """
 
     switches: dict[tuple[int, str], object]
     """The active adapters and the trained parameters: together with the weights they say which model this is."""
@@ -84,9 +88,10 @@ class ModelState(NamedTuple):
     """What checks alone read, such as the kinds of the weights."""
     code: dict[tuple[int, str], object]
     """What runs: classes and their forwards, forwards of instances, submodules, functions such as activations, and
-    hooks. A hook that is set anew has another number. The hooks of `_HARMLESS` are left out."""
-    tensors: dict[tuple[int, str], Tensor]
-    """Buffers, and tensors that are plain attributes or stand in lists."""
+    hooks. A hook that is set anew has another number. `HARMLESS_HOOKS` are left out."""
+    tensors: dict[tuple[int, str], tuple[Any, ...]]
+    """Where buffers are, and tensors that are plain attributes or stand in lists: a dictionary, and keys to follow. The
+    tensors there may be others by now, so that a state keeps none alive."""
     alive: list[object]
     """Objects of which the state has the address alone. While they are kept, no other object has the same address."""
 
@@ -119,22 +124,22 @@ class ModelState(NamedTuple):
                         if (content := _content(value)) is not None:
                             settings[holder, name] = content
                         else:
-                            _read_container(holder, name, value, checked, tensors)
+                            _read_container(holder, fields, name, checked, tensors)
                     elif name[0] != "_":
                         if isinstance(value, Tensor):
-                            tensors[holder, name] = value
+                            tensors[holder, name] = fields, name
                         elif callable(value):
                             code[holder, name] = value
                 if any(fields[kind] for kind in HOOK_FIELDS):
                     hooks = [
-                        [n for n, hook in fields[kind].items() if getattr(hook, "__code__", None) not in _HARMLESS]
+                        [n for n, hook in fields[kind].items() if getattr(hook, "__code__", None) not in HARMLESS_HOOKS]
                         for kind in HOOK_FIELDS
                     ]
                     if any(hooks):
                         code[holder, "hooks"] = tuple(map(tuple, hooks))
                 for name, buffer in fields["_buffers"].items():
                     if buffer is not None:
-                        tensors[holder, name] = buffer
+                        tensors[holder, name] = fields["_buffers"], name
                 for name, p in fields["_parameters"].items():
                     if p is not None:
                         packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
@@ -158,16 +163,7 @@ class ModelState(NamedTuple):
         return state
 
 
-HOOK_FIELDS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 _CONTAINERS = dict, list, tuple
-
-
-def global_hooks() -> tuple[dict[int, object], ...]:
-    """PyTorch's hooks on all modules."""
-    return tuple(
-        getattr(_of_all_modules, f"_global_{when}_hooks")
-        for when in ("forward_pre", "forward", "backward_pre", "backward")
-    )
 
 
 def _content(value: object) -> object:
@@ -184,22 +180,24 @@ def _content(value: object) -> object:
 
 def _read_container(
     holder: int,
+    fields: dict[str, Any],
     name: str,
-    value: object,
     checked: dict[tuple[int, str], object],
-    tensors: dict[tuple[int, str], Tensor],
+    tensors: dict[tuple[int, str], tuple[Any, ...]],
 ) -> None:
-    """Read a container that holds objects: its tensors, and what a dictionary shows of the others."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
-    found = {f"{name}[{key!r}]": item for key, item in items if isinstance(item, Tensor)}
-    tensors.update({(holder, place): item for place, item in found.items()})
+    """Read a field that holds objects: where its tensors are, and what a dictionary shows of the others."""
+    value = fields[name]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    tensors.update({(holder, f"{name}[{key!r}]"): (fields, name, key) for key, x in items if isinstance(x, Tensor)})
     if isinstance(value, dict):
         checked[holder, name] = repr({key: item for key, item in value.items() if not isinstance(item, Tensor)})
 
 
 _TRAINED = ".requires_grad"
 """The end of the names of the requires_grad flags."""
-_HARMLESS = tuple(x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType))
+HARMLESS_HOOKS = tuple(
+    x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType)
+)
 """The code of the hook by which transformers makes embeddings require gradients, and which changes no values. TRL's
 trainers set it anew whenever they have generated, and leave the old ones on."""
 
@@ -217,7 +215,7 @@ class ScoredModel:
 
     def leave_out_changes(self) -> None:
         """Do not compare the settings and buffers that have changed since the state was read."""
-        now = self._read(ModelState.of(self._model.model, self._model.value_head))
+        now = self._read(self._model.read())
         self._before = {at: value for at, value in self._before.items() if _same(value, now.get(at, _GONE))}
 
     def check(self, call: str, *, runs_again: bool) -> None:
@@ -244,7 +242,7 @@ class ScoredModel:
         """Say what has changed in the model; None if nothing has."""
         if not torch.equal(self._weights, self._sums()):
             return _WEIGHTS
-        state = ModelState.of(self._model.model, self._model.value_head)
+        state = self._model.read()
         now = {**state.switches} if weights_alone else self._read(state)
         for at, then in self._before.items():
             if weights_alone and not at[1].endswith(_TRAINED):
@@ -259,8 +257,14 @@ class ScoredModel:
 
     def _read(self, state: ModelState) -> dict[tuple[int, str], object]:
         """The settings that passes may read, copies of small buffers, and checksums of large ones."""
-        own = [(at, _own_part(tensor)) for at, tensor in state.tensors.items()]
-        tensors = {at: x.detach().clone() if x.numel() <= _SMALL else _checksum(x) for at, x in own}
+        tensors: dict[tuple[int, str], object] = {}
+        for at, (found, *keys) in state.tensors.items():
+            with suppress(KeyError, IndexError, TypeError):  # it is gone
+                for key in keys:
+                    found = found[key]
+            if isinstance(found, Tensor):
+                x = _own_part(found)
+                tensors[at] = x.detach().clone() if x.numel() <= _SMALL else _checksum(x)
         return {**state.switches, **state.settings, **tensors}
 
     def _sums(self) -> Int64[Tensor, " weights"]:
@@ -404,8 +408,12 @@ class EngineModel:
         """Whether decoder layers run compiled."""
         self._compiled: dict[nn.Module, Callable[..., object]] = {}
         """See `compiled_layers`."""
+        self._saved: dict[tuple[object, ...], float] = {}
+        """The bytes per token that compiled layers, and what is around them, were measured to save for backward."""
         self.state = ModelState({}, {}, {}, {}, {}, [])
         """Its settings in the latest call."""
+        self._latest = Snapshot(()), self.state
+        """The model as it was read last."""
         self.undrawn: list[nn.Module] = []
         """Adapters (LoHa, LoKr) that draw a random number in training mode although their dropout is 0."""
         self._cost: tuple[object, CostModel | None] = None, None
@@ -425,7 +433,7 @@ class EngineModel:
     def check(self) -> Capabilities:
         """Check the model if it has changed since the last call (a dropout may have been switched on), and read how
         much memory is free."""
-        now = ModelState.of(self.model, self.value_head)
+        now = self.read()
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self._all = check_model(self.model, critics=True, value_head=self.value_head)
             self._cost, self._frozen_layers = (None, None), None
@@ -440,11 +448,28 @@ class EngineModel:
         self.beside = None
         return self._all
 
+    def read(self) -> ModelState:
+        """The settings of the model and the value head as they are now."""
+        snapshot, state = self._latest
+        if not snapshot.modules or not snapshot.unchanged():
+            snapshot, state = Snapshot((self.model, self.value_head)), ModelState.of(self.model, self.value_head)
+            self._latest = snapshot, state
+        return state
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the model and the value head, each once, as they were read last."""
+        return self._latest[0].modules
+
+    @property
+    def configured(self) -> list[nn.Module]:
+        """The modules with a configuration, as they were read last."""
+        return self._latest[0].configured
+
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model and the value head, each once."""
-        modules = [self.model] if self.value_head is None else [self.model, self.value_head]
-        return list({p: None for module in modules for p in module.parameters()})
+        """The parameters of the model and the value head, each once, as they were read last."""
+        return self._latest[0].parameters
 
     @property
     def live(self) -> bool:
@@ -465,10 +490,8 @@ class EngineModel:
     # ---- plans
 
     @property
-    def cost(self) -> CostModel | None:
-        """The cost model of the current call, counted without running the model; None if it cannot be counted."""
-        if isinstance(self.beside, UnsupportedModel):
-            return None
+    def counted(self) -> CostModel | None:
+        """The cost model of the model, counted without running it; None if it cannot be counted."""
         autocast = torch.is_autocast_enabled(self.device.type)
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
         key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
@@ -481,8 +504,31 @@ class EngineModel:
                 self._cost = key, None
             except TRANSIENT:
                 return None  # the next call counts again
-        cost = self._cost[1]
-        return replace(cost, beside=self.beside) if cost is not None and self.beside is not None else cost
+        return self._cost[1]
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model of the current call; None if it cannot be counted."""
+        cost = None if isinstance(self.beside, UnsupportedModel) else self.counted
+        return None if cost is None else replace(cost, counts=self.measured(cost.counts), beside=self.beside)
+
+    def measured(self, counts: ModelCounts) -> ModelCounts:
+        """Counts of this model with the bytes that compiled layers were measured to save, if they have been."""
+        saved = self._saved.get(self._place(counts)) if self.compiles else None
+        return counts if saved is None else counts.saving(saved)
+
+    def set_measured(self, counts: ModelCounts, saved_token: float) -> None:
+        """Note the bytes per token that compiled layers, and what is around them, save for backward."""
+        self._saved[self._place(counts)] = saved_token
+
+    def _place(self, counts: ModelCounts) -> tuple[object, ...]:
+        """What the measured bytes depend on: the device, and by its counts the model, its dtype and checkpointing."""
+        return self.device, counts.dtype_bytes, counts.saved_token, counts.saved_layers, counts.saved_pass
+
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether layers run compiled and a short row can stand for any; a loss of the routers is over all rows."""
+        return self.compiles and self.capabilities.scores_tokens and not self.capabilities.auxiliary
 
     def plan(self, layout: PackedLayout, budget: int | Bytes | None) -> Plan:
         """The fastest plan within a budget: tokens, bytes, or None for what the device has free.
@@ -517,8 +563,10 @@ class EngineModel:
         if self.device.type == "cpu":
             free //= self.sharing.processes_on_host
         for p in self.parameters:
-            grad = getattr(p.grad, "beneath", p.grad)  # of a `DeferredGradient`
-            if p.requires_grad and grad is None:
+            grad = p.grad
+            if grad is not None and type(grad) is not Tensor:
+                grad = getattr(grad, "beneath", grad)  # of a `DeferredGradient`
+            if grad is None and p.requires_grad:
                 own = getattr(p, "_local_tensor", p)  # the part that this process holds of a sharded parameter
                 absent += own.numel() * own.element_size()
         return max(free - absent, 0)

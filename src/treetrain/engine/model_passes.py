@@ -71,16 +71,16 @@ class ModelPasses:
     def passes(self, *, graph: bool, backward: bool) -> Iterator[None]:
         """See `PartRunner`. Activation checkpointing runs layers again in backward, so tree mode stays on there."""
         with ExitStack() as stack:
-            stack.enter_context(self.mode(self._model.model))
+            stack.enter_context(self.mode(self._model))
             for extension in self._extensions:
                 stack.enter_context(extension.around(graph=graph, backward=backward))
             if graph and self._buffers is not None:
                 stack.enter_context(self._buffers.collecting(self._model.model))
             yield
 
-    def mode(self, model: nn.Module) -> AbstractContextManager[None]:
+    def mode(self, model: EngineModel) -> AbstractContextManager[None]:
         """The mode in which the model's attention follows the tree."""
-        return tree_attention(model)
+        return tree_attention(model.configured)
 
     def forward(self, part: Part) -> Scores:
         """Run a part forward and hand its scores over.

@@ -103,11 +103,15 @@ class TreeRun:
 
 
 @contextmanager
-def tree_attention(model: nn.Module) -> Iterator[None]:
-    """Route the model's attention through the tree run within the block; restore it on any exit."""
+def tree_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Route attention through the tree run within the block; restore it on any exit.
+
+    Args:
+        modules: the modules of a model, at least those with a configuration.
+    """
     with ExitStack() as stack:
-        for module in model.modules():
-            config = getattr(module, "config", None)
+        for module in modules:
+            config = vars(module).get("config")
             if getattr(config, "_attn_implementation_internal", INTERFACE) != INTERFACE:  # modules share config objects
                 stack.enter_context(replaced(config, _attn_implementation_internal=INTERFACE))
             if _scales_queries(module):
@@ -215,7 +219,7 @@ _TUNING = "attn_temperature_tuning"
 
 def _scales_queries(module: nn.Module) -> bool:
     fields = (_TUNING, "use_rope", "floor_scale", "attn_scale")
-    return all(hasattr(module, field) for field in fields) and not module.use_rope
+    return all(field in vars(module) for field in fields) and not module.use_rope
 
 
 def _scaled_by_position(

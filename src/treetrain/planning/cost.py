@@ -147,6 +147,11 @@ class ModelCounts:
         """
         return 3.0 * (tokens * self.token_flops + self.pair_flops(pairs) + 2 * head_rows * self.hidden * self.vocab)
 
+    def saving(self, token: float) -> Self:
+        """Return the counts of layers that, together with what is outside of them, save other bytes per token."""
+        layers = max(token - self.saved_outside, 0.0)
+        return replace(self, saved_layers=layers, saved_layer=self.saved_layer * layers / self.saved_layers)
+
     def checkpointed(self, checkpointing: bool) -> Self:
         """Return the counts with or without gradient checkpointing of every layer."""
         return replace(self, checkpointing=checkpointing)

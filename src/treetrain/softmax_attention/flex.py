@@ -180,6 +180,7 @@ class FlexTreeAttention:
     ) -> Float[Tensor, "N H V"]:
         assert spec == PLAIN_ATTENTION and sinks is None
         if self.cache is not None and self.cache.exports:
+            self.cache.gradient_input(layer, query, key, value)  # it notes whether rows of the cache need gradients
             key, value = _Exported.apply(key, value, self.cache, layer)  # type: ignore[misc]
         return self._attention(query, key, value, scale)
 

@@ -173,7 +173,7 @@ class KVCache(RowBuffers):
 
     def __init__(self, rows: int, device: torch.device, **options: Any):
         super().__init__(rows, **options)
-        self._device = device
+        self.device = device
 
     def view(self, path: Int64[np.ndarray, " P"], tokens: Int64[np.ndarray, " N"]) -> "KVCacheView | None":
         """A view for one pass over tokens that continue a path; None if the pass neither reads nor writes."""
@@ -185,14 +185,6 @@ class KVCache(RowBuffers):
         exported = np.flatnonzero(own_rows >= 0)
         return KVCacheView(self, path_rows, exported, own_rows[exported])
 
-    def as_rows(self, rows: Int64[np.ndarray, " rows"]) -> Rows:
-        """A slice if the rows are consecutive, else a tensor of indices on the device."""
-        if len(rows) == 0:
-            return slice(0, 0)
-        if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
-            return slice(int(rows[0]), int(rows[-1]) + 1)
-        return on_device(rows, self._device)
-
 
 class KVCacheView:
     """One pass's view of the cache. Made by `KVCache.view`."""
@@ -202,9 +194,9 @@ class KVCacheView:
         self.exports = len(exported) > 0
         self._cache = cache
         self._needed = frozenset(cache.needs.needed)
-        self._path_rows, self._path = path_rows, cache.as_rows(path_rows)
+        self._path_rows, self._path = path_rows, rows_on(cache.device, path_rows)
         self._tails: dict[int, Rows] = {}
-        self._own, self._own_rows = cache.as_rows(exported), cache.as_rows(exported_rows)
+        self._own, self._own_rows = (rows_on(cache.device, rows) for rows in (exported, exported_rows))
 
     @property
     def row_of(self) -> Int64[np.ndarray, " M"]:
@@ -225,20 +217,20 @@ class KVCacheView:
         """Keys and values of the path (or its last `tail` tokens); views if rows are consecutive."""
         rows = self._rows(tail)
         keys, values = self._cache.buffer((layer, "key"), key), self._cache.buffer((layer, "value"), value)
-        return _take(keys.value, rows), _take(values.value, rows)
+        return take_rows(keys.value, rows), take_rows(values.value, rows)
 
     def _rows(self, tail: int | None) -> Rows:
         if tail is None or tail == self.path_tokens:
             return self._path
         if tail not in self._tails:
-            self._tails[tail] = self._cache.as_rows(self._path_rows[self.path_tokens - tail :])
+            self._tails[tail] = rows_on(self._cache.device, self._path_rows[self.path_tokens - tail :])
         return self._tails[tail]
 
     def write(self, layer: Hashable, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"]) -> None:
         """Store the exported tokens' rows of keys and values for the parts below."""
         if self.exports:
             for name, x in (("key", key), ("value", value)):
-                _put(self._cache.buffer((layer, name), x).value, self._own_rows, _take(x, self._own))
+                put_rows(self._cache.buffer((layer, name), x).value, self._own_rows, take_rows(x, self._own))
 
     def add_path_gradients(
         self,
@@ -249,14 +241,14 @@ class KVCacheView:
     ) -> None:
         """Add gradients (of the whole path, or of its last `tail` tokens) to the accumulators of the path."""
         rows = self._rows(tail)
-        _add(self._cache.grad((layer, "key")), rows, grad_key)
-        _add(self._cache.grad((layer, "value")), rows, grad_value)
+        add_rows(self._cache.grad((layer, "key")), rows, grad_key)
+        add_rows(self._cache.grad((layer, "value")), rows, grad_value)
 
     def collect(self, layer: Hashable, grad_key: Float[Tensor, "N G D"], grad_value: Float[Tensor, "N G V"]) -> None:
         """Add the accumulated gradients from the parts below to the part's own, in place."""
         if self.exports:
-            _add(grad_key, self._own, _take(self._cache.grad((layer, "key")), self._own_rows))
-            _add(grad_value, self._own, _take(self._cache.grad((layer, "value")), self._own_rows))
+            add_rows(grad_key, self._own, take_rows(self._cache.grad((layer, "key")), self._own_rows))
+            add_rows(grad_value, self._own, take_rows(self._cache.grad((layer, "value")), self._own_rows))
 
 
 class Inputs(NamedTuple):
@@ -399,18 +391,30 @@ class _Attend(torch.autograd.Function):
 # ---- rows of buffers
 
 
-def _take(tensor: Tensor, rows: Rows) -> Tensor:
+def rows_on(device: torch.device, rows: Int64[np.ndarray, " rows"]) -> Rows:
+    """A slice if the rows are consecutive, else a tensor of indices on the device."""
+    if len(rows) == 0:
+        return slice(0, 0)
+    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return on_device(rows, device)
+
+
+def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
+    """Rows of a tensor; a view if they are consecutive."""
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
-def _put(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+def put_rows(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+    """Write rows of a tensor, in its dtype."""
     if isinstance(rows, slice):
         tensor[rows] = source
     else:
-        tensor.index_copy_(0, rows, source)
+        tensor.index_copy_(0, rows, source.to(tensor.dtype))
 
 
-def _add(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+def add_rows(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+    """Add to rows of a tensor, in its dtype; a row may occur several times."""
     if isinstance(rows, slice):
         tensor[rows] += source
     else:

@@ -24,7 +24,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import on_device, to_device
-from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.kv_cache import (
+    CachedAttention,
+    Inputs,
+    KVCacheView,
+    Rows,
+    add_rows,
+    put_rows,
+    rows_on,
+    sink_gradient,
+    take_rows,
+)
 from treetrain.softmax_attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
 from treetrain.tree.layout import FULL, AttentionRange
 
@@ -223,12 +233,12 @@ def _kernel(query: Tensor, value: Tensor, spec: AttentionSpec, *, plain: bool = 
 class _BatchTensors:
     """A batch of the schedule as tensors: the source of every slot and the target of every filled query slot."""
 
-    query_index: Int64[Tensor, " CQ"]
-    key_index: Int64[Tensor, " CK"]
+    query_index: Rows
+    key_index: Rows
     pieces: int
     filled_slots: Int64[Tensor, " filled"] | None
     """The slots that are not padding; None if none is padding."""
-    filled_tokens: Int64[Tensor, " filled"]
+    filled_tokens: Rows
     """The token in each of these slots."""
     mask: Float[Tensor, "C 1 Q K"]
 
@@ -342,20 +352,18 @@ def _to_tensors(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Batc
     hidden = on_device(~batch.mask, device)
     mask = torch.zeros(batch.mask.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
     return _BatchTensors(
-        query_index=on_device(query_index, device),
-        key_index=on_device(batch.key_index.reshape(-1), device),
+        query_index=rows_on(device, query_index),
+        key_index=rows_on(device, batch.key_index.reshape(-1)),
         pieces=pieces,
         filled_slots=None if len(filled) == len(query_index) else on_device(filled, device),
-        filled_tokens=on_device(query_index[filled], device),
+        filled_tokens=rows_on(device, query_index[filled]),
         mask=mask.unsqueeze(1),
     )
 
 
-def _gather(
-    x: Float[Tensor, "N heads D"], index: Int64[Tensor, " slots"], pieces: int
-) -> Float[Tensor, "pieces heads _ D"]:
+def _gather(x: Float[Tensor, "N heads *rest"], index: Rows, pieces: int) -> Float[Tensor, "pieces heads _ *rest"]:
     """Gather rows and view them as pieces of equal length."""
-    return x.index_select(0, index).view(pieces, -1, *x.shape[1:]).transpose(1, 2)
+    return take_rows(x, index).view(pieces, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _rows(
@@ -394,8 +402,8 @@ def _forward_calls(
         q = _gather(query, batch.query_index, batch.pieces)
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
         piece, piece_lse = kernel.forward(q, k, v, False, batch.mask, scale)
-        out.index_copy_(0, batch.filled_tokens, _rows(piece, batch.filled_slots).to(wide))
-        lse.index_copy_(0, batch.filled_tokens, _rows(piece_lse, batch.filled_slots))
+        put_rows(out, batch.filled_tokens, _rows(piece, batch.filled_slots))
+        put_rows(lse, batch.filled_tokens, _rows(piece_lse, batch.filled_slots))
     for q0, q1, k0, k1 in schedule.rectangles:
         q, k, v = (_heads_first(x) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
         piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
@@ -419,13 +427,13 @@ def _backward_calls(
     for batch in calls.batches(query):
         do, q, o = (_gather(x, batch.query_index, batch.pieces) for x in (grad_out, query, out))
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
-        piece_lse = lse.index_select(0, batch.query_index).view(batch.pieces, -1, lse.shape[1]).transpose(1, 2)
+        piece_lse = _gather(lse, batch.query_index, batch.pieces)
         if batch.filled_slots is not None:
             do = _without_padding(do, batch.filled_slots)
         dq, dk, dv = kernel.backward(do, q, k, v, o, piece_lse, False, batch.mask, scale)
-        grad_query.index_copy_(0, batch.filled_tokens, _rows(dq, batch.filled_slots).to(wide))
-        grad_key.index_add_(0, batch.key_index, _rows(dk, None).to(wide))
-        grad_value.index_add_(0, batch.key_index, _rows(dv, None).to(wide))
+        put_rows(grad_query, batch.filled_tokens, _rows(dq, batch.filled_slots))
+        add_rows(grad_key, batch.key_index, _rows(dk, None))
+        add_rows(grad_value, batch.key_index, _rows(dv, None))
     for q0, q1, k0, k1 in calls.schedule.rectangles:
         dq, dk, dv = _piece_backward(kernel, tensors, slice(q0, q1), slice(k0, k1), False, scale)
         grad_query[q0:q1] += dq

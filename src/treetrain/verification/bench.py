@@ -174,7 +174,7 @@ class PaddedPasses(ModelPasses):
         plain = [extension for extension in extensions if not isinstance(extension, Recurrence)]
         super().__init__(model, plain, *others, **options)
 
-    def mode(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def mode(self, model: EngineModel) -> contextlib.AbstractContextManager[None]:
         """Switch nothing: attention is transformers' own."""
         return contextlib.nullcontext()
 

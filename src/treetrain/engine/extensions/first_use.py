@@ -36,9 +36,10 @@ from transformers import AttentionInterface
 
 from treetrain.engine.costs import compute_dtype
 from treetrain.engine.deferred import gradients_aside
-from treetrain.engine.engine_model import HOOK_FIELDS, EngineModel, global_hooks
+from treetrain.engine.engine_model import EngineModel
 from treetrain.engine.loss_gradients import Batch, last_states
 from treetrain.engine.ranks import Sharing
+from treetrain.engine.snapshot import HOOK_FIELDS, global_hooks
 from treetrain.errors import UnsupportedModel
 from treetrain.kernel_checks import relative_error
 from treetrain.models.capability import Capabilities, causal_lm
@@ -174,8 +175,6 @@ def _rows(engine: EngineModel) -> list[list[int]]:
 def _undisturbed(engine: EngineModel) -> Iterator[None]:
     """Buffers, gradients and the configuration are restored after the block."""
     model = engine.model
-    places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
-    kept = [(x, x.clone()) for _, _, x in places if x is not None and x.numel() <= _SMALL]
     config = causal_lm(model).config.get_text_config()
     # transformers collects the routers' logits by hooks.
     routed = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
@@ -183,16 +182,25 @@ def _undisturbed(engine: EngineModel) -> Iterator[None]:
         gradients_aside(engine.parameters),
         replaced(config, **routed),
         torch.compiler.set_stance("force_eager"),
+        buffers_kept(model),
     ):
-        try:
-            yield
-        finally:
-            for holder, name, x in places:
-                holder[name] = x
-            with torch.no_grad():
-                for x, values in kept:
-                    if not torch.equal(x, values):
-                        x.copy_(values)
+        yield
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers after the block."""
+    places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
+    kept = [(x, x.clone()) for _, _, x in places if x is not None and x.numel() <= _SMALL]
+    try:
+        yield
+    finally:
+        for holder, name, x in places:
+            holder[name] = x
+        with torch.no_grad():
+            for x, values in kept:
+                if not torch.equal(x, values):
+                    x.copy_(values)
 
 
 @contextmanager
