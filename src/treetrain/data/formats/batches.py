@@ -25,8 +25,10 @@ def read_atropos(record: Record, notes: Notes) -> list[Record]:
 
 def _where_trained(row: Record, names: tuple[str, ...]) -> dict[str, Json]:
     """These lists with 0 at tokens whose label is not trained: samplers write any number there."""
-    labels = row.get("labels")
-    found = {name: row[name] for name in names if isinstance(row.get(name), list) and isinstance(labels, list)}
+    labels: Json = row.get("labels")
+    if not isinstance(labels, list):
+        return {}
+    found: dict[str, list[Json]] = {name: row[name] for name in names if isinstance(row.get(name), list)}
     return {
         name: [x if label != IGNORED_LABEL else 0.0 for x, label in zip(values, labels)]
         for name, values in found.items()

@@ -235,7 +235,7 @@ def read_atif(record: Record, notes: Notes) -> list[Record]:
     return rows + [row for one in objects(record, "subagent_trajectories") for row in read_atif(one, notes)]
 
 
-def _atif_call(step: Record) -> Record:
+def _atif_call(step: Record) -> dict[str, Json]:
     metrics = field(step, "metrics", dict)
     return sampled_row(step, *(metrics.get(name) for name in ("prompt_token_ids", "completion_token_ids", "logprobs")))
 
