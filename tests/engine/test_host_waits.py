@@ -109,7 +109,8 @@ def on_meta() -> Iterator[None]:
         def replace(target: Any, name: str, found: Any) -> None:
             stack.enter_context(mock.patch.object(target, name, found))
 
-        # What meta has not: a backend, free memory, autocast.
+        # What meta has not: weights, a backend, free memory, autocast.
+        replace(tt.TreeEngine, "_check_device", lambda engine: None)
         replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
         replace(engine_model, "free_bytes", lambda device: 1 << 40)
         # Once for a model, before its first step: the comparison with its rows one by one.

@@ -183,7 +183,7 @@ def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
             made.append(weakref.ref(self))
 
     monkeypatch.setattr("treetrain.engine.extensions.recurrence.StateCache", Watched)
-    engine = tt.TreeEngine(make_model("qwen3_5_deep"), budget=4)
+    engine = tt.TreeEngine(make_model("qwen3_5_deep"), budget=4, check=False)
     engine.prepared.plan_keeping_graphs = lambda plan: None  # no graph is kept
     scored = engine.score([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9]])
     assert scored.plan.scores_first == "recomputed" and scored.parts > 1

@@ -293,7 +293,7 @@ def test_a_backward_looks_at_every_parameter_a_few_times(monkeypatch):
     deferral.watch([leaf], refuse=False)
     scored = SimpleNamespace(deferral=deferral, backward=lambda sync: None, live=True)
     steps = StepScores(SimpleNamespace(), rows_of)
-    scores = TreeScores(steps.step.number, [rows_of(FIRST)], scored)
+    scores = TreeScores(steps.step.number, [rows_of(FIRST)], scored=scored)
     steps.keeping(scores, leaf).backward()
     weights[0].grad = torch.zeros(())
     assert len(steps.settle(everything=True)) == 1 and len(looks) <= 4 * len(weights)

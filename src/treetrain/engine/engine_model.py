@@ -240,9 +240,10 @@ class ScoredModel:
 
     def change(self, *, weights_alone: bool = False) -> str | None:
         """Say what has changed in the model; None if nothing has."""
-        if not torch.equal(self._weights, self._sums()):
-            return _WEIGHTS
         state = self._model.read()
+        now = self._sums()  # of the weights that are there now
+        if self._weights.shape != now.shape or not torch.equal(self._weights, now):
+            return _WEIGHTS
         now = {**state.switches} if weights_alone else self._read(state)
         for at, then in self._before.items():
             if weights_alone and not at[1].endswith(_TRAINED):

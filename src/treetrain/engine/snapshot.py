@@ -76,7 +76,8 @@ class Snapshot:
             odd = [name for name in own if _holds_tensors(field[name])]
             odd += ["_buffers"] if is_module and field["_buffers"] else []
             self._odd += [(field, name, _copied(field[name])) for name in odd]
-            names = (*(_COMPARED if is_module else ()), *(name for name in own if name not in odd))
+            always = (name for name in _COMPARED if is_module and name in field)  # a compiled module lacks one
+            names = (*always, *(name for name in own if name not in odd))
             groups.setdefault(names, []).append(field)
         self._groups = [
             (itemgetter(*names), same, [_copied(itemgetter(*names)(field)) for field in same])

@@ -236,7 +236,7 @@ def _compare(engine: Engine) -> bool:
     trained = [p for p in model.parameters if p.requires_grad] if live else []
     # Also in a call under autocast, or within a call of the model.
     plain = _slices(trained, partial(_run_plain, model, rows, live=live))
-    if not all(bool(x.isfinite().all()) for side in plain for x in side):
+    if not plain[0] or not all(bool(x.isfinite().all()) for side in plain for x in side):
         return False
     limit = LIMITS.get(compute_dtype(model.model, model.device), LIMIT_16_BITS)
     for budget in (None, BUDGET):
@@ -285,11 +285,13 @@ def _run_tree(engine: Engine, rows: list[list[int]], budget: int | None, *, live
     scalar = capabilities.scalar
     pooled = scalar is not None and scalar.pooled
     scored = probe.score(build_tree(rows, merge=engine.merge), values=scalar is not None and not pooled, rewards=pooled)
-    leaves = [x for x in scored.leaves if x.numel()]
+    logprobs = scored.logprobs if capabilities.scores_tokens else ()
+    kinds = logprobs, scored.values or (), () if scored.rewards is None else (scored.rewards,)
+    scores = [x for kind in kinds for x in kind if x.numel()]
     if live:
-        torch.autograd.backward([(x * w).sum() for x, w in zip(leaves, _weights(leaves))])
+        torch.autograd.backward([(x * w).sum() for x, w in zip(scores, _weights(scores))])
         scored.backward(sync=False)
-    return [x.detach() for x in leaves]
+    return [x.detach() for x in scores]
 
 
 def _run_plain(engine: EngineModel, rows: list[list[int]], *, live: bool) -> list[Tensor]:
@@ -298,6 +300,8 @@ def _run_plain(engine: EngineModel, rows: list[list[int]], *, live: bool) -> lis
         seen: dict[str, Any] = {}
         with _head_seen(engine, seen):
             logits = _plain_forward(engine.model, torch.tensor([ids], device=engine.device))
+        if scalar is None and logits.shape[:2] != (1, len(ids)):
+            return []  # the tree's own pass says what is wrong with such logits
         own = []
         if engine.capabilities.scores_tokens:
             target = torch.tensor(ids[1:], device=engine.device)
