@@ -668,6 +668,8 @@ def test_weights_that_are_others_around_a_backward_are_refused_in_a_tree_of_seve
 ):
     with pytest.raises(RuntimeError, match=r"rows of other micro-batches.*gradient_accumulation_steps=1"):
         run("weight noise", tmp_path, monkeypatch, form="call")
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("accumulation", [2, 1])
 @pytest.mark.parametrize("name", CHANGING)
