@@ -1,4 +1,4 @@
-"""What looks like lost sharing and is none, and causes that only the text of a prompt shows: rows of one letter a token."""
+"""What looks like lost sharing and is none, and causes that the text of a prompt shows; a token is a letter."""
 
 import json
 
@@ -14,7 +14,22 @@ from treetrain.tree.token_tree import build_tree
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 BOS, END = "\x01", "\x02"
-TREES = "oak ash elm fir yew pine larch maple rowan birch hazel alder cedar willow beech holly plane lime".split()
+TREES = [
+    "oak",
+    "ash",
+    "elm",
+    "fir",
+    "yew",
+    "pine",
+    "larch",
+    "maple",
+    "rowan",
+    "birch",
+    "hazel",
+    "alder",
+    "cedar",
+    "lime",
+]
 
 
 class Letters:
@@ -122,6 +137,7 @@ CALL = '<tool_call>\n{"name": "find", "arguments": {"city": "Bern", "days": 3}}\
 SAID = "I look for the weather in that city:"
 
 
+@pytest.mark.parametrize("episode", [0, None])
 @pytest.mark.parametrize(
     ("sampled", "written", "cause"),
     [
@@ -133,10 +149,10 @@ SAID = "I look for the weather in that city:"
         (CALL, CALL.replace('": {', '":  {'), "history"),
     ],
 )
-def test_white_space_in_front_of_a_call_is_told_from_arguments_that_are_written_anew(sampled, written, cause):
+def test_white_space_in_front_of_a_call_is_told_from_arguments_that_are_written_anew(sampled, written, cause, episode):
     rows = []
     for group in range(4):
-        facts = {"group": group, "episode": 0}
+        facts = {"group": group, "episode": episode}
         rows.append(row(SYSTEM, words(40, group), sampled, **facts))
         rows.append(row(SYSTEM, words(40, group), written, words(41, group), words(42, group), **facts))
     assert causes(rows) == [cause]
@@ -179,7 +195,7 @@ def test_repairs_that_make_sharing_worse_are_not_counted_and_the_reported_costs_
             ids = []
             for block in blocks:
                 ids += [*drawn.integers(0, 50, drawn.integers(0, 4)), *block[: drawn.integers(10, 40)]]
-            rows.append(Trajectory(ids + [99], loss_weights=[0] * len(ids) + [1], group=int(drawn.integers(0, 2))))
+            rows.append(Trajectory([*ids, 99], loss_weights=[0] * len(ids) + [1], group=int(drawn.integers(0, 2))))
         seen = diagnose(rows, COUNTS)
         assert seen.repaired_unique <= seen.unique and seen.repaired_flop_speedup >= seen.flop_speedup
         assert sum(lost.tokens for lost in seen.causes) == seen.unique - seen.repaired_unique

@@ -213,9 +213,9 @@ class Differences:
             start = common_prefix(*letters)
             behind = common_prefix(*(each[start:][::-1] for each in letters))
             again = [Counter(re.sub(r'[\\"]', "", text)) for text in plain]
-            if one != other and again[0] == again[1] and '":' in one and '":' in other:
-                if "whitespace" not in kinds or _IN_JSON.search(one[:start].rstrip()):  # not that in front of a call
-                    kinds.add("arguments")
+            inside = "whitespace" not in kinds or _IN_JSON.search(one[:start].rstrip())  # not in front of a call
+            if one != other and again[0] == again[1] and '":' in one and '":' in other and inside:
+                kinds.add("arguments")
             for kind, pattern in (("ids", _HEX), ("dates", _DATE), ("ids", _ID)):
                 spans = [[found.span() for found in pattern.finditer(text)] for text in texts]
                 if all(
