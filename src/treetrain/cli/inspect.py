@@ -56,8 +56,9 @@ def make_parser() -> Parser:
     parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
     text = "Print row N as it is trained, and nothing else: its text with trained parts marked, and what was dropped."
     parser.option("show", text, type=at_least(1), metavar="N")
-    text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them."
-    parser.option("batch_size", text, 8, type=at_least(1))
+    text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them. Not "
+    text += "given: the steps of treetrain train, whole groups."
+    parser.option("batch_size", text, type=at_least(1))
     parser.json_option()
     return parser
 
@@ -227,9 +228,8 @@ def _print(inspection: "Inspection") -> None:
     if cheapest < 1:
         rows.append(("  over the cheapest", f"{(file.flop_speedup or 1.0) * cheapest:.2f}x against {way}"))
     if inspection.batches:
-        names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
-        orders = ", ".join(f"{speed * cheapest:.2f}x {names[order]}" for order, speed in inspection.batches.items())
-        rows.append((f"  in batches of {inspection.batch_size}", orders))
+        title, speeds = inspection.batch_words()
+        rows.append((f"  {title}", ", ".join(f"{speed}x {order}" for order, speed in speeds.items())))
     again = f'{inspection.trained_again:,} repeat what an earlier row trains; count="once" trains each once'
     rows += [
         ("longest path", f"{file.longest_path:,} tokens"),

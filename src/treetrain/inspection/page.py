@@ -120,15 +120,12 @@ def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
 
 
 def _cheapest_tile(inspection: Inspection, way: str, cheapest: float) -> tuple[str, str, str]:
-    speeds = {order: f"{speed * cheapest:.2f}×" for order, speed in inspection.batches.items()}
+    title, speeds = inspection.batch_words()
     if not speeds:
         return "over the cheapest", f"{(inspection.stats.flop_speedup or 1.0) * cheapest:.2f}×", f"against {way}"
-    orders = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
-    return (
-        f"in batches of {inspection.batch_size}",
-        speeds["grouped"],
-        f"against {way.split(',')[0].split(' (')[0]}, {orders}",
-    )
+    (first, grouped), *others = speeds.items()
+    orders = ", ".join([first, *(f"{speed}× {order}" for order, speed in others)])
+    return title, f"{grouped}×", f"against {way.split(',')[0].split(' (')[0]}, {orders}"
 
 
 def _short(count: int) -> str:
