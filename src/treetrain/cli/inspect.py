@@ -19,11 +19,13 @@ from treetrain.cli.common import (
     pairs,
     print_json,
     print_notes,
+    printable,
     read,
 )
 from treetrain.errors import DataError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
     from treetrain.inspection.report import Inspection
@@ -34,6 +36,8 @@ NOTHING_TRAINED = 1
 """The exit code where no token of the rows has a loss weight."""
 EVERY = 10
 """Seconds between lines of progress where there is no terminal."""
+COLUMNS, WIDEST = 80, 120
+"""Columns of the report where there is no terminal, and at most."""
 COMPARED = 50
 """Conversations that are read again to compare calls with transcripts."""
 
@@ -213,6 +217,7 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
 
 def _print(inspection: "Inspection") -> None:
     out, file = console(), inspection.stats
+    out.width = min(out.width, WIDEST) if out.is_terminal else COLUMNS
     rows = [
         (
             "trajectories",
@@ -242,11 +247,22 @@ def _print(inspection: "Inspection") -> None:
     out.print(pairs(rows))
     if inspection.stats.unique:
         out.print(_picture(inspection))
-    out.print(f"\nwhy not more: {inspection.diagnosis.explain()}", markup=False, soft_wrap=True)
+    _print_wrapped(out, f"\nwhy not more: {inspection.diagnosis.explain()}")
     if inspection.plan is not None:
-        told = f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{inspection.plan.explain()}"
-        out.print(told, markup=False, soft_wrap=True)
-    out.print(f"\n{inspection.verdict()}", markup=False, soft_wrap=True)
+        plan = inspection.plan.explain()
+        _print_wrapped(out, f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{plan}")
+    _print_wrapped(out, f"\n{inspection.verdict()}")
+
+
+def _print_wrapped(out: "Console", text: str) -> None:
+    """Print lines, each wrapped with its own indentation."""
+    from rich.text import Text
+
+    for line in printable(text).split("\n"):
+        words = line.lstrip(" ")
+        indent = len(line) - len(words)
+        for part in Text(words).wrap(out, out.width - indent) or [Text()]:
+            out.print(" " * indent + part.plain.rstrip(), markup=False, soft_wrap=True)
 
 
 def _picture(inspection: "Inspection") -> "Text":
