@@ -1,6 +1,7 @@
 """`treetrain inspect`: figures against brute force, and no torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -298,3 +299,21 @@ def test_nothing_to_train_is_no_verdict_and_no_success(treetrain, tmp_path) -> N
         answer = treetrain("inspect", path, *more)
         assert answer.code == 1 and "Train as a tree" not in answer.out
     assert treetrain("inspect", path, "--json").json["verdict"].startswith("Nothing to train")
+
+
+def test_the_page_says_of_every_row_where_its_mask_comes_from_and_what_was_dropped(treetrain, tmp_path) -> None:
+    records = [
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "colour": 1},
+        {"input_ids": [5, 6, 8], "loss_weights": [0, 1, 0.5]},
+        {"input_ids": [5, 6, 9]},
+    ]
+    (path := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert treetrain("inspect", path, "--html", tmp_path / "page.html").code == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["list"]
+    said = [[data["said"][note] for note in notes] for notes in data["notes"]]
+    assert said[0] == ["key that is not used: 'colour'", "what is trained: `loss_mask` of the row"]
+    assert said[1] == ["what is trained: `loss_weights` of the row"]
+    assert "every token is trained" in said[2][0] and said[2][1] == (
+        "what is trained: all tokens, since nothing says which"
+    )

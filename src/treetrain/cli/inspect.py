@@ -96,6 +96,7 @@ def run(argv: Sequence[str]) -> int:
         files=tuple(options.files),
         format=found.format,
         notes=notes,
+        remarks=sampler.remarks,
         transcripts=_transcripts(options, measured),
         sampled=sampler.share,
         plan=_plan(options, measured) if options.calibrate or options.budget is not None else None,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from treetrain import __version__
 from treetrain.data.files import write_file
+from treetrain.inspection.page_rows import page_rows
 from treetrain.inspection.picture import BLOCKS, KINDS, draw
 from treetrain.inspection.report import Inspection
 from treetrain.tree.token_tree import Int64s, TokenTree
@@ -37,12 +38,13 @@ def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
     Large trees are folded (see `inspection.picture`), so that the page stays below PAGE_BYTES.
     """
     blocks, plan = BLOCKS, None if inspection.plan is None else inspection.plan.explain()
-    while len(text := _page(inspection, blocks, plan).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
+    rows = page_rows(inspection.tree, inspection.tokenizer, inspection.remarks)
+    while len(text := _page(inspection, blocks, plan, rows).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
         blocks = blocks * 3 // 4
     return write_file(out, text.decode().lstrip(), begins=BEGINS)
 
 
-def _page(inspection: Inspection, most: int, explained: str | None) -> str:
+def _page(inspection: Inspection, most: int, explained: str | None, rows: dict[str, object]) -> str:
     tree = inspection.tree
     picture = draw(tree, blocks=most)
     place = np.arange(len(picture.x))
@@ -65,6 +67,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
             blocks[name] = picture.means(values)
     forks = picture.forks(inspection.diagnosis)
     data = {
+        "list": rows | {"sampled": inspection.sampled < 1},
         "blocks": blocks,
         "longest": max(picture.longest, 1),
         "rows": max(picture.rows, 1),

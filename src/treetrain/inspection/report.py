@@ -54,6 +54,8 @@ class Inspection:
     tree: TokenTree
     """The rows as one batch."""
     stats: TreeStats
+    remarks: Sequence[tuple[str, ...]] = ()
+    """What was said of each row's record; empty if that is not known."""
     sampled: float = 1.0
     """Share of the groups in the files that the rows are; 1 for all."""
     longest_rows: float
