@@ -19,7 +19,7 @@ from treetrain.tree.token_tree import Int64s, TokenTree
 
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
 """The style sheet of all pages."""
-PAGE_BYTES = 2_000_000
+PAGE_BYTES = 2_500_000
 BEGINS = "<!DOCTYPE html>"
 """How pages begin; other files are not replaced."""
 WIDTH = 270
@@ -39,12 +39,15 @@ def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
     """
     blocks, plan = BLOCKS, None if inspection.plan is None else inspection.plan.explain()
     rows = page_rows(inspection.tree, inspection.tokenizer, inspection.remarks)
-    while len(text := _page(inspection, blocks, plan, rows).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
+    bars = charts(inspection.tree)
+    while len(text := _page(inspection, blocks, plan, rows, bars).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
         blocks = blocks * 3 // 4
     return write_file(out, text.decode().lstrip(), begins=BEGINS)
 
 
-def _page(inspection: Inspection, most: int, explained: str | None, rows: dict[str, object]) -> str:
+def _page(
+    inspection: Inspection, most: int, explained: str | None, rows: dict[str, object], bars: list[dict[str, object]]
+) -> str:
     tree = inspection.tree
     picture = draw(tree, blocks=most)
     place = np.arange(len(picture.x))
@@ -92,7 +95,7 @@ def _page(inspection: Inspection, most: int, explained: str | None, rows: dict[s
         data=Markup(written.replace("<", "\\u003c")),
         verdict=inspection.verdict(),
         findings=inspection.diagnosis.sections(),
-        charts=charts(tree),
+        charts=bars,
         plan=explained,
         notes=inspection.notes,
         version=__version__,

@@ -8,13 +8,14 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treetrain.data.columns import codes_of
 from treetrain.inspection.picture import LABEL, shortened
 from treetrain.inspection.prepared import Decodes
 from treetrain.tree.token_tree import Int64s, TokenTree
 
-ROWS, BYTES = 4000, 900_000
+ROWS, BYTES = 3000, 800_000
 """Most rows in a page, the first of every group before the second of any, and bytes of their data."""
 TEXTS = (24_000, 12_000, 6000, 3000, 1500, 800, 400, 200)
 """Bytes of a trained piece that are shown, a third of it for others; the first that leaves room for all rows."""
@@ -39,34 +40,41 @@ def page_rows(tree: TokenTree, tokenizer: Decodes | None, remarks: Sequence[tupl
     order, count = np.argsort(place, kind="stable"), min(ROWS, len(rows))
     while True:
         found = _data(tree, group, np.sort(order[:count]), tokenizer, remarks)
-        size = len(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode(errors="replace"))
-        if size <= BYTES or count <= 1:
+        size = 2 * BYTES if found is None else len(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+        if found is not None and (size <= BYTES or count <= 1):
             return found
-        count = max(min(count * BYTES // size, count - 1), 1)
+        count = max(count * BYTES * 3 // (size * 4), 1)
 
 
 def _data(
     tree: TokenTree, group: Int64s, chosen: Int64s, tokenizer: Decodes | None, remarks: Sequence[tuple[str, ...]]
-) -> dict[str, object]:
+) -> dict[str, object] | None:
+    """The data of some rows; None if their texts are too many."""
     rows, total = [tree.trajectories[number] for number in chosen.tolist()], tree.num_tokens
     opens, used = np.zeros(total + 1, bool), np.zeros(total, bool)
     opens[tree.segment_start[:-1]] = True
     opens[tree.trajectory_last[tree.trajectory_last >= 0] + 1] = True
     trained = np.zeros(total, bool)
     paths, weights = [tree.path(number) for number in chosen.tolist()], []
+    kinds: set[float] = set()
     for row, path in zip(rows, paths):
         own = row.weights
-        own = own if np.unique(own).size <= WEIGHTS else (own != 0).astype(float)
+        if (different := np.unique(own)).size > WEIGHTS:
+            own, different = (own != 0).astype(float), np.array([0.0, 1.0])
         weights.append(own)
+        kinds.update(different.tolist())
         opens[path[np.flatnonzero(np.diff(own)) + 1]] = True
         trained[path[own != 0]] = True
         used[path] = True
     start = np.flatnonzero(opens[:-1] & used)
     ends = np.append(np.flatnonzero(opens[:-1]), total)
     stop = ends[np.searchsorted(ends, start, side="right")]
+    texts = _texts(tree, start, stop, trained[start], tokenizer, few=len(chosen) <= 1)
+    if texts is None:
+        return None
     above = tree.parent[start]
     parent = np.where(above >= 0, np.searchsorted(start, above, side="right") - 1, -1)
-    kinds = sorted({float(weight) for own in weights for weight in own.tolist()})
+    mark = {weight: chr(48 + number) for number, weight in enumerate(sorted(kinds))}
     reward = np.array([np.nan if row.reward is None else row.reward for row in tree.trajectories], np.float64)
     names, said = [], {}
     for code in dict.fromkeys(group[chosen].tolist()):
@@ -78,19 +86,19 @@ def _data(
     marks = []
     for path, own in zip(paths, weights):
         at = np.flatnonzero(opens[path])
-        marks.append("".join(chr(48 + kinds.index(weight)) for weight in own[at].tolist()))
+        marks.append("".join(mark[weight] for weight in own[at].tolist()))
     return {
         "all": tree.num_trajectories,
         "above": np.where(parent < 0, 0, np.arange(len(start)) - parent).tolist(),  # so many pieces before; 0 for none
-        "text": _texts(tree, start, stop, trained[start], tokenizer),
-        "weights": kinds,
+        "text": texts,
+        "weights": list(mark),
         "groups": [each[1:] for each in names] if (group >= 0).any() else [],
         "number": (chosen + 1).tolist(),
         "group": [numbers[code] for code in group[chosen].tolist()],
         "last": [int(np.searchsorted(start, path[-1], side="right")) - 1 if len(path) else -1 for path in paths],
         "marks": marks,
         "tokens": [len(row) for row in rows],
-        "trained": [int((row.weights != 0).sum()) for row in rows],
+        "trained": [int(np.count_nonzero(own)) for own in weights],
         "id": ["" if row.id is None else str(row.id)[:LABEL] for row in rows],
         "reward": [None if row.reward is None else float(f"{row.reward:.6g}") for row in rows],
         "notes": [[said.setdefault(text, len(said)) for text in remarks[n]] for n in chosen.tolist()]
@@ -100,11 +108,15 @@ def _data(
     }
 
 
-def _texts(tree: TokenTree, start: Int64s, stop: Int64s, trained: np.ndarray, tokenizer: Decodes | None) -> list[str]:
-    """The text of each piece, its middle left out where it is long."""
+def _texts(
+    tree: TokenTree, start: Int64s, stop: Int64s, trained: NDArray[np.bool_], tokenizer: Decodes | None, *, few: bool
+) -> list[str] | None:
+    """The text of each piece, its middle left out where it is long; None if that is still too much."""
     most = np.where(trained, 3, 1)
-    size = 4 * (stop - start)
-    limit = next((each for each in TEXTS if np.minimum(size, most * each // 3).sum() <= 0.6 * BYTES), TEXTS[-1])
+    size = (4 if tokenizer is not None else 7) * (stop - start)  # bytes, about
+    fitting = (each for each in TEXTS if np.minimum(size, most * each // 3).sum() <= 0.6 * BYTES)
+    if (limit := next(fitting, TEXTS[-1] if few else None)) is None:
+        return None
     return [
         shortened(tree.tokens[first:last], tokenizer, room)
         for first, last, room in zip(start.tolist(), stop.tolist(), (most * limit // 3).tolist())
