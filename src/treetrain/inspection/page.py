@@ -19,7 +19,7 @@ from treetrain.tree.token_tree import Int64s, TokenTree
 
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
 """The style sheet of all pages."""
-PAGE_BYTES = 2_500_000
+PAGE_BYTES = 3_000_000
 BEGINS = "<!DOCTYPE html>"
 """How pages begin; other files are not replaced."""
 WIDTH = 270

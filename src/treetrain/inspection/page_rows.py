@@ -15,7 +15,7 @@ from treetrain.inspection.picture import LABEL, shortened
 from treetrain.inspection.prepared import Decodes
 from treetrain.tree.token_tree import Int64s, TokenTree
 
-ROWS, BYTES = 3000, 800_000
+ROWS, BYTES = 3000, 1_200_000
 """Most rows in a page, the first of every group before the second of any, and bytes of their data."""
 TEXTS = (24_000, 12_000, 6000, 3000, 1500, 800, 400, 200)
 """Bytes of a trained piece that are shown, a third of it for others; the first that leaves room for all rows."""
@@ -40,10 +40,10 @@ def page_rows(tree: TokenTree, tokenizer: Decodes | None, remarks: Sequence[tupl
     order, count = np.argsort(place, kind="stable"), min(ROWS, len(rows))
     while True:
         found = _data(tree, group, np.sort(order[:count]), tokenizer, remarks)
-        size = 2 * BYTES if found is None else len(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+        size = BYTES if found is None else len(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
         if found is not None and (size <= BYTES or count <= 1):
             return found
-        count = max(count * BYTES * 3 // (size * 4), 1)
+        count = max(count * BYTES * 4 // (size * 5), 1)
 
 
 def _data(
@@ -114,7 +114,7 @@ def _texts(
     """The text of each piece, its middle left out where it is long; None if that is still too much."""
     most = np.where(trained, 3, 1)
     size = (4 if tokenizer is not None else 7) * (stop - start)  # bytes, about
-    fitting = (each for each in TEXTS if np.minimum(size, most * each // 3).sum() <= 0.6 * BYTES)
+    fitting = (each for each in TEXTS if np.minimum(size, most * each // 3).sum() <= 0.7 * BYTES)
     if (limit := next(fitting, TEXTS[-1] if few else None)) is None:
         return None
     return [

@@ -162,15 +162,15 @@ class Prepared:
         )
         (token, doubled), count = begun.most_common(1)[0]
 
-        def begins(ids: Ids) -> bool:
+        def has_it(ids: Ids) -> bool:
             return bool(ids[0] == token and (ids[1] == token or not doubled))
 
-        if count * SOME < sum(map(begins, self.ids)):
+        if count * SOME < sum(map(has_it, self.ids)):
             return
-        same = behind[next(number for number in fronts if begins(self.ids[number]))]
+        same = behind[next(number for number in fronts if has_it(self.ids[number]))]
         partner = next(number for number, ids in enumerate(self.ids) if ids[:BEGIN].tobytes() == same)
         for number, ids in enumerate(self.ids):
-            if begins(ids):
+            if has_it(ids):
                 self.places.append(Place("front", number, partner, (ids, 0, 1), (self.ids[partner], 0, 0)))
                 self.fronted[number] = ids[:1]
                 self.ids[number], self.trained[number] = ids[1:], self.trained[number][1:]
