@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treetrain.data.columns import codes_of
 from treetrain.inspection.picture import LABEL, shortened
@@ -17,8 +16,10 @@ from treetrain.tree.token_tree import Int64s, TokenTree
 
 ROWS, BYTES = 3000, 1_200_000
 """Most rows in a page, the first of every group before the second of any, and bytes of their data."""
-TEXTS = (24_000, 12_000, 6000, 3000, 1500, 800, 400, 200)
-"""Bytes of a trained piece that are shown, a third of it for others; the first that leaves room for all rows."""
+TEXTS = (24_000, 12_000, 6000, 3000, 1500, 800, 400, 200, 120)
+"""Bytes of a trained piece that are shown, a third of it of others; the first that leaves room for all rows."""
+SHARED = 20
+"""So many rows of a piece are reason for more of its text, up to 60 times as much."""
 WEIGHTS = 8
 """A row with more different loss weights shows only what is trained."""
 
@@ -69,7 +70,11 @@ def _data(
     start = np.flatnonzero(opens[:-1] & used)
     ends = np.append(np.flatnonzero(opens[:-1]), total)
     stop = ends[np.searchsorted(ends, start, side="right")]
-    texts = _texts(tree, start, stop, trained[start], tokenizer, few=len(chosen) <= 1)
+    through = np.zeros(total, np.int64)
+    for path in paths:
+        through[path[opens[path]]] += 1
+    most = np.maximum(np.where(trained[start], 3, 1), np.minimum(through[start] // SHARED, 60))
+    texts = _texts(tree, start, stop, most, tokenizer, few=len(chosen) <= 1)
     if texts is None:
         return None
     above = tree.parent[start]
@@ -109,10 +114,9 @@ def _data(
 
 
 def _texts(
-    tree: TokenTree, start: Int64s, stop: Int64s, trained: NDArray[np.bool_], tokenizer: Decodes | None, *, few: bool
+    tree: TokenTree, start: Int64s, stop: Int64s, most: Int64s, tokenizer: Decodes | None, *, few: bool
 ) -> list[str] | None:
     """The text of each piece, its middle left out where it is long; None if that is still too much."""
-    most = np.where(trained, 3, 1)
     size = (4 if tokenizer is not None else 7) * (stop - start)  # bytes, about
     fitting = (each for each in TEXTS if np.minimum(size, most * each // 3).sum() <= 0.7 * BYTES)
     if (limit := next(fitting, TEXTS[-1] if few else None)) is None:
