@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from treetrain.data.groups import TOKENS_PER_STEP
 from treetrain.data.trajectory import Trajectory
 from treetrain.inspection.report import Shape, inspect_rows, linear_flops, sharing_in_batches
 from treetrain.planning.cost import ModelShape
+from treetrain.trainers.groups import StepSampler
 from treetrain.tree.stats import linear_work, tree_stats, tree_work
 from treetrain.tree.token_tree import build_tree
 
@@ -103,3 +105,34 @@ def test_the_verdict_says_yes_no_or_what_to_fix_first():
     ]
     report = inspect_rows(dated, SHAPE)
     assert report.verdict().startswith("Train as a tree: not yet") and "first change what is named" in report.verdict()
+
+
+def test_the_default_verdict_is_that_of_the_steps_of_train_which_keep_groups_whole():
+    drawn = np.random.default_rng(0)
+    rows = []
+    for group in range(4):  # conversations of 26 calls: 41,000 tokens, more than a step is filled with
+        ids = drawn.integers(0, 1000, 300)
+        for _ in range(26):
+            ids = np.append(ids, drawn.integers(0, 1000, 100))
+            weights = np.r_[np.zeros(len(ids) - 20), np.ones(20)]
+            rows.append(Trajectory(ids, loss_weights=weights, group=group, episode=group))
+    order = drawn.permutation(len(rows))
+    rows = [rows[number] for number in order]
+    steps = [call.rows for (call,) in StepSampler(rows, tokens_per_step=TOKENS_PER_STEP, seed=1)]
+    assert sorted(map(len, steps)) == [26] * 4
+    linear, ours = (
+        sum(COUNTS.flops(*work(build_tree([rows[number] for number in step]))) for step in steps)
+        for work in (linear_work, tree_work)
+    )
+    report, eight = inspect_rows(rows, SHAPE, view="calls"), inspect_rows(rows, SHAPE, view="calls", batch_size=8)
+    assert report.batches["grouped"] == pytest.approx(linear / ours)
+    assert report.batches["grouped"] > 1.5 * max(eight.batches["grouped"], report.batches["shuffled"])
+    assert "steps of treetrain train (whole groups" in report.verdict()
+    assert eight.verdict().startswith("Train as a tree: no") and report.as_dict()["tokens_per_step"] == TOKENS_PER_STEP
+
+
+def test_small_groups_fill_a_step_of_train_together():
+    rows = [row.replace(group=None) for row in answers(800, 4)]  # 384,000 tokens in groups of 480
+    report = inspect_rows(rows, SHAPE)
+    whole = tree_stats(build_tree(rows), COUNTS).flop_speedup
+    assert report.batches["grouped"] == pytest.approx(whole, rel=1e-3) and report.batches["shuffled"] < 1.2

@@ -19,11 +19,13 @@ from treetrain.cli.common import (
     pairs,
     print_json,
     print_notes,
+    printable,
     read,
 )
 from treetrain.errors import DataError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
     from treetrain.inspection.report import Inspection
@@ -34,6 +36,8 @@ NOTHING_TRAINED = 1
 """The exit code where no token of the rows has a loss weight."""
 EVERY = 10
 """Seconds between lines of progress where there is no terminal."""
+COLUMNS, WIDEST = 80, 120
+"""Columns of the report where there is no terminal, and at most."""
 COMPARED = 50
 """Conversations that are read again to compare calls with transcripts."""
 
@@ -56,8 +60,9 @@ def make_parser() -> Parser:
     parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
     text = "Print row N as it is trained, and nothing else: its text with trained parts marked, and what was dropped."
     parser.option("show", text, type=at_least(1), metavar="N")
-    text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them."
-    parser.option("batch_size", text, 8, type=at_least(1))
+    text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them. Not "
+    text += "given: the steps of treetrain train, whole groups."
+    parser.option("batch_size", text, type=at_least(1))
     parser.json_option()
     return parser
 
@@ -91,6 +96,7 @@ def run(argv: Sequence[str]) -> int:
         files=tuple(options.files),
         format=found.format,
         notes=notes,
+        remarks=sampler.remarks,
         transcripts=_transcripts(options, measured),
         sampled=sampler.share,
         plan=_plan(options, measured) if options.calibrate or options.budget is not None else None,
@@ -212,6 +218,7 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
 
 def _print(inspection: "Inspection") -> None:
     out, file = console(), inspection.stats
+    out.width = min(out.width, WIDEST) if out.is_terminal else COLUMNS
     rows = [
         (
             "trajectories",
@@ -227,9 +234,8 @@ def _print(inspection: "Inspection") -> None:
     if cheapest < 1:
         rows.append(("  over the cheapest", f"{(file.flop_speedup or 1.0) * cheapest:.2f}x against {way}"))
     if inspection.batches:
-        names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
-        orders = ", ".join(f"{speed * cheapest:.2f}x {names[order]}" for order, speed in inspection.batches.items())
-        rows.append((f"  in batches of {inspection.batch_size}", orders))
+        title, speeds = inspection.batch_words()
+        rows.append((f"  {title}", ", ".join(f"{speed}x {order}" for order, speed in speeds.items())))
     again = f'{inspection.trained_again:,} repeat what an earlier row trains; count="once" trains each once'
     rows += [
         ("longest path", f"{file.longest_path:,} tokens"),
@@ -242,11 +248,22 @@ def _print(inspection: "Inspection") -> None:
     out.print(pairs(rows))
     if inspection.stats.unique:
         out.print(_picture(inspection))
-    out.print(f"\nwhy not more: {inspection.diagnosis.explain()}", markup=False, soft_wrap=True)
+    _print_wrapped(out, f"\nwhy not more: {inspection.diagnosis.explain()}")
     if inspection.plan is not None:
-        told = f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{inspection.plan.explain()}"
-        out.print(told, markup=False, soft_wrap=True)
-    out.print(f"\n{inspection.verdict()}", markup=False, soft_wrap=True)
+        plan = inspection.plan.explain()
+        _print_wrapped(out, f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{plan}")
+    _print_wrapped(out, f"\n{inspection.verdict()}")
+
+
+def _print_wrapped(out: "Console", text: str) -> None:
+    """Print lines, each wrapped with its own indentation."""
+    from rich.text import Text
+
+    for line in printable(text).split("\n"):
+        words = line.lstrip(" ")
+        indent = len(line) - len(words)
+        for part in Text(words).wrap(out, out.width - indent) or [Text()]:
+            out.print(" " * indent + part.plain.rstrip(), markup=False, soft_wrap=True)
 
 
 def _picture(inspection: "Inspection") -> "Text":

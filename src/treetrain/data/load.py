@@ -108,7 +108,8 @@ def load(
         limit: read at most this many records over all files.
         collect: receives an iterator over the rows and returns those to keep; `list` keeps all. A row for whose group
             and episode its method `wants`, if it has one, returns False is left out before it is checked and
-            tokenised. If its attribute `apart` is true, the notes are those on the record of the last row.
+            tokenised. If its attribute `apart` is true, the notes are those on the record of the last row. Its method
+            `hear`, if it has one, is called with the remarks on a record before the rows of the record come.
         count: "per trajectory" counts a trained token in every row that trains it; "once" in the first of them only, by
             a weight of 0 in the others. Rows with an `episode` are compared within it, others with each other.
 
@@ -126,6 +127,7 @@ def load(
     reading = _Reading(settings, map or {}, on_error, where or {}, count, format, limit, vocab_size, max_positions)
     reading.notes.apart = getattr(collect, "apart", False)
     found = (found for path in paths for found in read_records(path, reading.notes))
+    reading.hear = getattr(collect, "hear", None)
     return reading.finished(collect(reading.rows(found, f"{paths[0]}: {NOTHING}", getattr(collect, "wants", None))))
 
 
@@ -289,6 +291,10 @@ def _mapped(record: Record, map: Mapping[str, str], notes: Notes) -> Record:
     return changed
 
 
+_Found = tuple[str, Sequence[Trajectory | ChatRow] | DataError, tuple[str, ...]]
+"""The place of a record, its rows or what is wrong with it, and the remarks on it."""
+
+
 @dataclasses.dataclass
 class _Reading:
     """One pass over records."""
@@ -308,6 +314,8 @@ class _Reading:
     made: int = 0
     first: tuple[str, Record] = ("", {})
     """The first record that could be read, and its place."""
+    hear: Callable[[tuple[str, ...]], None] | None = None
+    """See `load`."""
 
     def __post_init__(self) -> None:
         checked_count(self.count)
@@ -364,28 +372,36 @@ class _Reading:
 
     def _made(self, records: Records) -> Iterator[Trajectory]:
         """The trajectories of records; texts of many are tokenised in one call."""
-        pending: list[tuple[str, Sequence[Trajectory | ChatRow] | DataError]] = []
+        pending: list[_Found] = []
         size = 0
         for self.records, (place, record) in enumerate(records, 1):
-            self.notes.place = place
+            self.notes.place, self.notes.masks = place, ""
+            self.notes.record = None if self.hear is None else []
             if self.notes.apart:
                 self.notes.clear()
             found = record if isinstance(record, DataError) else self._rows(record)
             if self.notes.apart and self.notes.masks:
                 self.notes.add(f"what is trained: {self.notes.masks}")
-            pending.append((place, found))
+            pending.append((place, found, self._remarks()))
             size += 0 if isinstance(found, DataError) else sum(map(len, found))
             if size > TOKENISED_TOGETHER or isinstance(found, DataError) or self.notes.apart:
                 yield from self._tokenised(pending)
                 pending, size = [], 0
         yield from self._tokenised(pending)
 
-    def _tokenised(self, pending: list[tuple[str, Sequence[Trajectory | ChatRow] | DataError]]) -> Iterator[Trajectory]:
+    def _remarks(self) -> tuple[str, ...]:
+        """The remarks on the current record, if somebody hears them."""
+        if self.notes.record is None:
+            return ()
+        masks = [f"what is trained: {self.notes.masks}"] if self.notes.masks else []
+        return tuple(dict.fromkeys([*self.notes.record, *masks]))
+
+    def _tokenised(self, pending: list[_Found]) -> Iterator[Trajectory]:
         """The trajectories of rows; errors are raised or listed in the order of the records."""
-        rows = (row for _, rows in pending if not isinstance(rows, DataError) for row in rows)
+        rows = (row for _, rows, _ in pending if not isinstance(rows, DataError) for row in rows)
         if texts := [row for row in rows if isinstance(row, ChatRow)]:
             self.chat.renderer.encode_ahead(texts)
-        for place, found in pending:
+        for place, found, remarks in pending:
             try:
                 if isinstance(found, DataError):
                     raise found
@@ -398,6 +414,8 @@ class _Reading:
                     raise DataError(message) from error
                 self.skipped.append(message)
             else:
+                if self.hear is not None:
+                    self.hear(remarks)
                 yield from made
 
     def _check(self, row: Trajectory) -> None:

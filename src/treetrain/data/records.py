@@ -48,7 +48,9 @@ class Notes:
         self.apart = False
         """Whether remarks are those on the current record, and say where its loss weights come from."""
         self.masks = ""
-        """Where the loss weights of the current record come from, if remarks are apart."""
+        """Where the loss weights of the current record come from."""
+        self.record: list[str] | None = None
+        """The remarks on the current record, if they are kept."""
         self._count: dict[str, int] = {}
         self._first: dict[str, str] = {}
         self._unused: dict[str, Counter[str]] = {}
@@ -62,6 +64,8 @@ class Notes:
         """Add a remark on the current record; `where` names a part of it, None means no record."""
         self._first.setdefault(text, "" if where is None else f"{self.place} {where}".strip())
         self._count[text] = self._count.get(text, 0) + 1
+        if self.record is not None and where is not None:
+            self.record.append(text)
 
     @property
     def total(self) -> int:
@@ -71,6 +75,8 @@ class Notes:
     def unused_keys(self, names: Iterable[str], of: str = "keys") -> None:
         """Remark on keys that no reader has used; all of one kind (`of`) become one line."""
         for name in names:
+            if self.record is not None:
+                self.record.append(f"{of.removesuffix('s')} that is not used: {name[-80:]!r}")
             self._unused.setdefault(of, Counter())[name] += 1
             self._first.setdefault(of, self.place)
 

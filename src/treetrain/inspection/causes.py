@@ -40,7 +40,7 @@ CAUSES: dict[str, tuple[str, str]] = {
         "pass messages on unchanged: no strip() between sampling, logging and the next prompt",
     ),
     "order": (
-        "the same tools in another order",
+        "the same tools, or the keys of their schemas, in another order",
         "sort the tools, and the keys of their schemas, before the prompt is rendered",
     ),
     "tool list": (

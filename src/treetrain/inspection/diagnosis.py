@@ -6,7 +6,8 @@ Every row is prepared by itself (`prepared.py`) and compared with the one earlie
 The cost of a cause is measured, not estimated: its differences are replaced by the tokens of the partners, and the tree
 is built again. Partners are rewritten first, so a row that continues its partner still does so afterwards. Causes are
 repaired one after the other, those nearest to the start of rows first, because a difference hides those behind it. So
-the costs add up to the total loss, and each cause has the share that it costs once those in front are repaired.
+the costs add up to the total loss, and each cause has the share that it costs once those in front are repaired. A
+repair that makes sharing worse is not counted, so the repaired figures are never worse than those of the rows as is.
 """
 
 import dataclasses
@@ -156,45 +157,57 @@ def diagnose(
         tree = build_tree([_without_experts(row) for row in rows])
     search = _Search(rows, tokenizer)
     rows_flops = counts.flops(*linear_work(tree, counts.attention_ranges))
-    flops = start = counts.flops(*tree_work(tree, counts.attention_ranges))
-    unique = as_is = tree.num_tokens
-    steps: list[tuple[str, int, int, float, float]] = []  # a cause, tokens before, tokens saved, FLOPs before and after
+    as_is, start = tree.num_tokens, counts.flops(*tree_work(tree, counts.attention_ranges))
+    known: dict[frozenset[str], tuple[int, float]] = {frozenset(): (as_is, start)}
+
+    def figures(causes: Collection[str]) -> tuple[int, float]:
+        """Unique tokens and FLOPs with these causes repaired."""
+        if (name := frozenset(causes)) not in known:
+            repaired = build_tree(search.repaired(name))
+            known[name] = repaired.num_tokens, counts.flops(*tree_work(repaired, counts.attention_ranges))
+        return known[name]
+
+    def gains(before: tuple[int, float], after: tuple[int, float]) -> bool:
+        """Whether a repair that leads from the first figures to the second is worth a line."""
+        shown = {f"{rows_flops / flops:.2f}" for _, flops in (before, after) if flops}
+        saved = before[0] - after[0] > LEAST * before[0] and before[1] > after[1] * (1 + LEAST)
+        return saved and len(shown) == 2
+
+    steps: list[str] = []
     todo, later = sorted(search.rows_of, key=search.depth), []
     while todo:
         cause = todo.pop(0)
-        tree = build_tree(search.repaired([*(step[0] for step in steps), cause]))
-        less = counts.flops(*tree_work(tree, counts.attention_ranges))
-        if less > 1.01 * flops:  # a repair that adds cost now may gain once others are repaired; else it is left out
-            later.append(cause)
+        if figures([*steps, cause])[1] > 1.01 * figures(steps)[1]:
+            later.append(cause)  # it may gain once others are repaired; else it is left out
             continue
-        steps.append((cause, unique, unique - tree.num_tokens, flops, less))
-        unique, flops = tree.num_tokens, less
+        steps.append(cause)
         todo, later = todo + later, []
-
-    def gains(before: int, tokens: int, more: float, less: float) -> bool:
-        shown = {f"{rows_flops / each:.2f}" for each in (more, less) if each}
-        return tokens > LEAST * before and more > less * (1 + LEAST) and len(shown) == 2
-
+    # A cause may gain only together with others, which differ at the same places. What gains nothing is not repaired.
+    while idle := [
+        cause
+        for number, cause in enumerate(steps)
+        if not gains(figures(steps[:number]), figures(steps[: number + 1]))
+        and not gains(figures([each for each in steps if each != cause]), figures(steps))
+    ]:
+        steps.remove(idle[-1])
+    if not gains(figures([]), figures(steps)):
+        steps = []
     causes: list[LostSharing] = []
-    for cause, before, tokens, more, less in steps:
-        if not gains(before, tokens, more, less):
-            # It may gain only together with others, which differ at the same places.
-            without = build_tree(search.repaired([step[0] for step in steps if step[0] != cause]))
-            work = counts.flops(*tree_work(without, counts.attention_ranges))
-            if len(steps) == 1 or not gains(without.num_tokens, without.num_tokens - unique, work, flops):
-                continue
+    for number, cause in enumerate(steps):
+        (before, more), (after, less) = (figures(steps[:count]) for count in (number, number + 1))
         causes.append(
             LostSharing(
                 cause=cause,
                 title=CAUSES[cause][0],
                 change=CAUSES[cause][1],
                 rows=len(search.rows_of[cause]),
-                tokens=tokens,
+                tokens=before - after,
                 flops=more - less,
                 flop_speedup=rows_flops / less if less else 1.0,
                 **search.example(cause),
             )
         )
+    unique, flops = figures(steps)
     partners = search.partners
     return Diagnosis(
         causes=tuple(causes),

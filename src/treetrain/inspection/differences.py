@@ -31,9 +31,12 @@ HEADER = 8
 _THINK = re.compile(r"</?(?:think|thinking|reasoning|thought)>|\[/?THINK\]|<\|channel\|>|<\|(?:START|END)_THINKING\|>")
 _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
 _DATE = re.compile(
-    r"\d{4}[-/]\d{1,2}(?:[-/]\d{1,2})?|\d{1,2}:\d{2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}"
+    r"\d{4}[-/]\d{1,2}(?:[-/]\d{1,2})?|\d{1,2}(?::\d{2})+(?:[.,]\d+)?(?: ?[AaPp]\.?[Mm]\b)?"
+    r"|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}|\b\d{1,2}(?: ?[AaPp]\.?[Mm]\b|h\d{2}\b| o.clock\b)"
     rf"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b|\b{_MONTH}[a-z]*\.? \d|\d {_MONTH}"
 )
+_IN_JSON = re.compile(r'(?:[{\[]|":)[^{}\[\]<]*$|[}\]],$')
+"""A text that ends inside a JSON object or list."""
 _HEX = re.compile("[0-9a-fA-F-]{14,}")  # part of one looks like a date
 _ID = re.compile(r"(?=[\w-]*\d)[\w-]{8,}|\d{5,}")
 
@@ -60,6 +63,8 @@ class Differences:
             found: how the partner (first) and the row agree.
             later: whether the row is a later call of its partner's conversation.
         """
+        if not later and self.prepared.other_tools(row, partner):
+            return []  # two agents
         edits: list[Edit] = []
         masked = self.prepared.masked[row]
         sizes = [max(gap.first_stop - gap.first_start, gap.second_stop - gap.second_start) for gap in found.gaps]
@@ -204,12 +209,13 @@ class Differences:
                 kinds.add("retokenised" if one == other else "whitespace")
             if len(_THINK.findall(one)) != len(_THINK.findall(other)):
                 kinds.add("think")
-            again = [Counter(re.sub(r'[\\"]', "", text)) for text in plain]
-            if one != other and again[0] == again[1] and '":' in one and '":' in other:
-                kinds.add("arguments")
             letters = [np.array(list(text)) for text in texts]
             start = common_prefix(*letters)
             behind = common_prefix(*(each[start:][::-1] for each in letters))
+            again = [Counter(re.sub(r'[\\"]', "", text)) for text in plain]
+            inside = "whitespace" not in kinds or _IN_JSON.search(one[:start].rstrip())  # not in front of a call
+            if one != other and again[0] == again[1] and '":' in one and '":' in other and inside:
+                kinds.add("arguments")
             for kind, pattern in (("ids", _HEX), ("dates", _DATE), ("ids", _ID)):
                 spans = [[found.span() for found in pattern.finditer(text)] for text in texts]
                 if all(

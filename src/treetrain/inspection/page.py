@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from treetrain import __version__
 from treetrain.data.files import write_file
+from treetrain.inspection.page_rows import page_rows
 from treetrain.inspection.picture import BLOCKS, KINDS, draw
 from treetrain.inspection.report import Inspection
 from treetrain.tree.token_tree import Int64s, TokenTree
 
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
 """The style sheet of all pages."""
-PAGE_BYTES = 2_000_000
+PAGE_BYTES = 3_000_000
 BEGINS = "<!DOCTYPE html>"
 """How pages begin; other files are not replaced."""
 WIDTH = 270
@@ -37,12 +38,16 @@ def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
     Large trees are folded (see `inspection.picture`), so that the page stays below PAGE_BYTES.
     """
     blocks, plan = BLOCKS, None if inspection.plan is None else inspection.plan.explain()
-    while len(text := _page(inspection, blocks, plan).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
+    rows = page_rows(inspection.tree, inspection.tokenizer, inspection.remarks)
+    bars = charts(inspection.tree)
+    while len(text := _page(inspection, blocks, plan, rows, bars).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
         blocks = blocks * 3 // 4
     return write_file(out, text.decode().lstrip(), begins=BEGINS)
 
 
-def _page(inspection: Inspection, most: int, explained: str | None) -> str:
+def _page(
+    inspection: Inspection, most: int, explained: str | None, rows: dict[str, object], bars: list[dict[str, object]]
+) -> str:
     tree = inspection.tree
     picture = draw(tree, blocks=most)
     place = np.arange(len(picture.x))
@@ -65,6 +70,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
             blocks[name] = picture.means(values)
     forks = picture.forks(inspection.diagnosis)
     data = {
+        "list": rows | {"sampled": inspection.sampled < 1},
         "blocks": blocks,
         "longest": max(picture.longest, 1),
         "rows": max(picture.rows, 1),
@@ -89,7 +95,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         data=Markup(written.replace("<", "\\u003c")),
         verdict=inspection.verdict(),
         findings=inspection.diagnosis.sections(),
-        charts=charts(tree),
+        charts=bars,
         plan=explained,
         notes=inspection.notes,
         version=__version__,
@@ -120,15 +126,12 @@ def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
 
 
 def _cheapest_tile(inspection: Inspection, way: str, cheapest: float) -> tuple[str, str, str]:
-    speeds = {order: f"{speed * cheapest:.2f}×" for order, speed in inspection.batches.items()}
+    title, speeds = inspection.batch_words()
     if not speeds:
         return "over the cheapest", f"{(inspection.stats.flop_speedup or 1.0) * cheapest:.2f}×", f"against {way}"
-    orders = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
-    return (
-        f"in batches of {inspection.batch_size}",
-        speeds["grouped"],
-        f"against {way.split(',')[0].split(' (')[0]}, {orders}",
-    )
+    (first, grouped), *others = speeds.items()
+    orders = ", ".join([first, *(f"{speed}× {order}" for order, speed in others)])
+    return title, f"{grouped}×", f"against {way.split(',')[0].split(' (')[0]}, {orders}"
 
 
 def _short(count: int) -> str:

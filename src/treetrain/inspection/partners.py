@@ -23,13 +23,16 @@ import numpy as np
 
 from treetrain.data.trajectory import common_prefix
 from treetrain.inspection.alignment import RUN, Alignment, align, earlier_partners
-from treetrain.inspection.differences import Differences, Edit
+from treetrain.inspection.differences import HEADER, PIECE, Differences, Edit
 from treetrain.inspection.prepared import Prepared
 
 TRIALS = 16
 """Rows with the same prompt that a row without an episode is compared with."""
 ANSWER = 4
 """Tokens of an answer that must reappear in a later call."""
+
+SHORTER = 4
+"""A message that a harness clears or cuts becomes so many times shorter."""
 
 
 class Link(NamedTuple):
@@ -152,7 +155,7 @@ class Partners:
             continues = not masked or reappears or begins or found.second_end == second.size
         else:
             whole = found.first_end == first.size and found.agreed >= max(context // 2, RUN, least)
-            continues = whole and reappears
+            continues = whole and reappears and self._one_conversation(row, partner, found, again)
         edits = self.differences.classify(row, partner, found, later=True) if continues and found.gaps else []
         if not certain and not edits:
             return None
@@ -163,6 +166,36 @@ class Partners:
         # The whole prompt reappears, but not the answer: no agent with a prompt of its own.
         same = found.first_end >= context - 2 and masked
         return Link(row, partner, [], found.first_end, found.second_end) if same and not found.gaps else None
+
+    def _one_conversation(self, row: int, partner: int, found: Alignment, again: int) -> bool:
+        """Whether rows without an episode agree in more than an answer that many give, such as "Done.".
+
+        Another customer says other things: no message of the context may be replaced by another of about its size (one
+        that is cleared or cut becomes much shorter), the first question by none at all, nor most of the answer.
+
+        Args:
+            row, partner, found: the later row, the earlier one, and how they agree.
+            again: tokens of the answer that reappear.
+        """
+        prepared = self.prepared
+        answer, (_, question) = prepared.trained[partner], prepared.turns(partner)
+        context = prepared.ids[partner][: prepared.context[partner]]
+        ends = np.append(np.flatnonzero(np.isin(context, prepared.turn_ends)) + 1, context.size)
+        for start, stop in pairwise([0, *ends.tolist()]):
+            lost = new = 0.0
+            for gap in found.gaps:
+                size, there = gap.first_stop - gap.first_start, gap.second_stop - gap.second_start
+                here = max(min(gap.first_stop, stop) - max(gap.first_start, start), 0)
+                lost, new = lost + here, new + (there * here / size if size else 0)
+            if 2 * lost > max(stop - start - HEADER, 0) and (start <= question or SHORTER * new > lost):
+                return False
+        replaced = 0
+        for a, b, c, d in found.gaps:
+            if given := int(answer[a:b].sum()):  # written anew, arguments of a call agree in short pieces
+                theirs, ours = prepared.ids[partner][b - given : b], prepared.ids[row][c:d]
+                same = align(theirs, ours, run=PIECE).agreed
+                replaced, again = replaced + min(given, d - c) - same, again + same
+        return replaced <= again
 
     def _prompts(self, members: list[int], *, agents: bool) -> None:
         """Link the prompts of rows that continue no other row, each distinct prompt once.

@@ -113,7 +113,7 @@ class Picture:
         most = min(max(total // max(len(self.read), 1), 80), 2400)
         texts = [""] * len(self.x)
         for block, start, count in zip(self.read.tolist(), self.start[self.read], self.unique[self.read]):
-            texts[block] = _shortened(self.tree.tokens[start : start + count], tokenizer, most)
+            texts[block] = shortened(self.tree.tokens[start : start + count], tokenizer, most)
         return texts
 
     def ids(self) -> list[str]:
@@ -291,16 +291,16 @@ def _by_group(picture: Picture) -> Picture:
     )
 
 
-def _shortened(ids: NDArray[np.int32], tokenizer: Decodes | None, most: int) -> str:
+def shortened(ids: NDArray[np.int32], tokenizer: Decodes | None, most: int) -> str:
     """The text of these tokens in about `most` bytes: two thirds from the start, one third from the end."""
     # No token is decoded that cannot be shown: a token is at least a byte of text.
     head, tail = 2 * most // 3, most // 3
-
-    def written(part: NDArray[np.int32]) -> bytes:
-        words = part.tolist()
-        return (" ".join(map(str, words)) if tokenizer is None else tokenizer.decode(words)).encode()
-
-    if len(ids) <= most and len(whole := written(ids)) <= most:
+    if len(ids) <= most and len(whole := _written(ids, tokenizer)) <= most:
         return whole.decode()
-    ends = written(ids[:head])[:head], written(ids[-tail:])[-tail:]
+    ends = _written(ids[:head], tokenizer)[:head], _written(ids[-tail:], tokenizer)[-tail:]
     return " … ".join(each.decode(errors="ignore") for each in ends)
+
+
+def _written(ids: NDArray[np.int32], tokenizer: Decodes | None) -> bytes:
+    words = ids.tolist()
+    return (" ".join(map(str, words)) if tokenizer is None else tokenizer.decode(words)).encode()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.inspection.alignment import RUN, Ids, find_run
-from treetrain.inspection.tools import ToolOrder, Tools, find_tools
+from treetrain.inspection.tools import ToolOrder, Tools, called, find_tools
 
 Bools = NDArray[np.bool_]
 LEFT = 8
@@ -84,6 +84,8 @@ class Prepared:
         """The rows with their tools in their own order."""
         self.tools: dict[int, tuple[int, int]] = {}
         """First token of the tools and one past the last."""
+        self.tool_names: dict[int, frozenset[str]] = {}
+        """What they are called."""
         self.unsorted: dict[int, Tools] = {}
         """The tools of rows that have them in another order."""
         if tokenizer is not None:
@@ -103,6 +105,11 @@ class Prepared:
             ends = np.flatnonzero(np.isin(ids, self.turn_ends))[:2].tolist() if self.turn_ends.size else []
             self._ends[row] = (ends + [0, ids.size][len(ends) :])[:2] if ends else [0, ids.size]
         return self._ends[row]
+
+    def other_tools(self, row: int, partner: int) -> bool:
+        """Whether fewer than half of the tools of two rows are called alike: those of two agents."""
+        ours, theirs = (self.tool_names.get(number, frozenset()) for number in (row, partner))
+        return 2 * len(ours & theirs) < len(ours | theirs)
 
     def _cut_padding(self, known: int | None) -> None:
         """Take padding away on either side.
@@ -125,6 +132,8 @@ class Prepared:
                 ]
             if len(set(count)) < 2 or (pad != known and max(count) < PADDING):
                 continue
+            if left and set(count) == {1, 2}:  # a doubled first token, though it may also be what pads
+                continue
             for number, cut in enumerate(count):
                 size = self.ids[number].size
                 if 0 < cut < size:
@@ -143,16 +152,25 @@ class Prepared:
         begins = Counter(ids[:BEGIN].tobytes() for ids in self.ids)
         common = {begin for begin, count in begins.items() if count * SOME >= len(self.ids)}
         behind = [ids[1 : BEGIN + 1].tobytes() for ids in self.ids]
-        fronts = [number for number, ids in enumerate(self.ids) if behind[number] in common and ids[0] != ids[1]]
+        repeated = [ids.size > 2 and ids[0] == ids[1] == ids[2] for ids in self.ids]  # that is no token in front
+        fronts = [number for number, more in enumerate(repeated) if behind[number] in common and not more]
         if not fronts:
             return
-        token, count = Counter(int(self.ids[number][0]) for number in fronts).most_common(1)[0]
-        if count * SOME < sum(ids[0] == token for ids in self.ids):
+        # A doubled token (BOS twice) stands in front of itself.
+        begun = Counter(
+            (int(self.ids[number][0]), bool(self.ids[number][0] == self.ids[number][1])) for number in fronts
+        )
+        (token, doubled), count = begun.most_common(1)[0]
+
+        def has_it(ids: Ids) -> bool:
+            return bool(ids[0] == token and (ids[1] == token or not doubled))
+
+        if count * SOME < sum(map(has_it, self.ids)):
             return
-        same = behind[next(number for number in fronts if self.ids[number][0] == token)]
+        same = behind[next(number for number in fronts if has_it(self.ids[number]))]
         partner = next(number for number, ids in enumerate(self.ids) if ids[:BEGIN].tobytes() == same)
         for number, ids in enumerate(self.ids):
-            if ids[0] == token and ids.size > 1:
+            if has_it(ids):
                 self.places.append(Place("front", number, partner, (ids, 0, 1), (self.ids[partner], 0, 0)))
                 self.fronted[number] = ids[:1]
                 self.ids[number], self.trained[number] = ids[1:], self.trained[number][1:]
@@ -200,9 +218,12 @@ class Prepared:
                 found[number] = tools
         order = ToolOrder(tools for tools in same.values() if tools is not None)
         written: dict[int, Ids] = {}  # by the identity of the tools, which `same` keeps alive
+        names: dict[int, frozenset[str]] = {}
         for number, tools in found.items():
             if id(tools) not in written:
                 written[id(tools)] = order.sorted(tools)
+                names[id(tools)] = frozenset(called(schema) for schema in tools.names)
+            self.tool_names[number] = names[id(tools)]
             ids, new = self.ids[number], written[id(tools)]
             self.tools[number] = (tools.start, tools.start + new.size)
             if np.array_equal(ids[tools.start : tools.stop], new):
@@ -213,13 +234,19 @@ class Prepared:
             self.trained[number] = np.concatenate([trained[: tools.start], marks, trained[tools.stop :]])
             self.context[number] += self.ids[number].size - ids.size
             del self._ends[number]
-        given = {number: np.concatenate(found[number].pieces) for number in self.unsorted}
-        usual = Counter(tools.tobytes() for tools in given.values()).most_common(1)
-        partner = next((number for number in given if given[number].tobytes() == usual[0][0]), 0)
-        for number, tools in given.items():
-            start, stop = found[number].start, found[number].stop
-            other, equal = found[partner].start, common_prefix(tools, given[partner])
-            if min(equal, tools.size) < max(tools.size, given[partner].size):
+        # A row is shown with one that has the same tools in that order, else in the most usual one.
+        given = {number: np.concatenate(tools.pieces) for number, tools in found.items()} if self.unsorted else {}
+        ordered = [number for number in given if number not in self.unsorted] or list(given)
+        usual = Counter(given[number].tobytes() for number in ordered)
+        partners: dict[tuple[str, ...], int] = {}
+        for number in sorted(ordered, key=lambda number: -usual[given[number].tobytes()]):
+            partners.setdefault(tuple(sorted(found[number].names)), number)
+        for number in self.unsorted:
+            partner = partners.get(tuple(sorted(found[number].names)), next(iter(partners.values())))
+            tools, others = given[number], given[partner]
+            start, stop, other = found[number].start, found[number].stop, found[partner].start
+            equal = common_prefix(tools, others)
+            if min(equal, tools.size) < max(tools.size, others.size):
                 ours, theirs = (self.given[number], start + equal, stop), self.given[partner]
                 self.places.append(Place("order", number, partner, ours, (theirs, other + equal, found[partner].stop)))
 

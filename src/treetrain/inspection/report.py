@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from treetrain.data.groups import TOKENS_PER_STEP, batches_of_pass, cut_evenly, make_groups
 from treetrain.data.once import sampled_apart
 from treetrain.data.trajectory import Trajectory
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
@@ -53,16 +54,19 @@ class Inspection:
     tree: TokenTree
     """The rows as one batch."""
     stats: TreeStats
+    remarks: Sequence[tuple[str, ...]] = ()
+    """What was said of each row's record; empty if that is not known."""
     sampled: float = 1.0
     """Share of the groups in the files that the rows are; 1 for all."""
     longest_rows: float
     """FLOPs of the rows that no other row extends or repeats / FLOPs of all rows, each by itself."""
     trained_again: int
     """Trained tokens that repeat one that an earlier row trains; `count="once"` leaves them out."""
-    batch_size: int
+    batch_size: int | None
+    """Rows of a batch; None: the steps of `treetrain train`, whole groups of about `TOKENS_PER_STEP` flat tokens."""
     batches: dict[str, float]
-    """Speed-up by FLOPs within batches of `batch_size` rows, for three orders of the rows: "grouped", so that rows that
-    share a prefix are together, "file", "shuffled"; empty if all rows are one batch."""
+    """Speed-up by FLOPs within these batches, for three orders of the rows: "grouped", so that rows that share a prefix
+    are together, "file", "shuffled"; empty if all rows are one batch."""
     transcripts: float = 1.0
     """FLOPs of whole conversations / FLOPs of their calls, each row by itself."""
     diagnosis: Diagnosis
@@ -87,6 +91,8 @@ class Inspection:
         if self.batches:
             here = self.batches["grouped"]
             order = f"batches of {self.batch_size} rows grouped by prefix"
+            if self.batch_size is None:
+                order = f"steps of treetrain train (whole groups, about {TOKENS_PER_STEP:,} tokens)"
         here *= cheapest
         # Repairs of lost sharing change the speed-up of all rows at once; batches gain about as much.
         repaired = self.diagnosis.repaired_flop_speedup / max(self.diagnosis.flop_speedup, 1e-9)
@@ -96,8 +102,17 @@ class Inspection:
             assumed += f", on a sample of {self.sampled:.2%} of the groups"
         fix = "; first change what is named under 'why not more'" if self.diagnosis.causes and repaired >= WORTH else ""
         if answer == "no" and (self.stats.flop_speedup or 1.0) * cheapest >= WORTH:
-            fix = "; larger batches share more"
+            fix = "; larger batches share more" if self.batch_size else "; larger steps (--tokens_per_step) share more"
         return f"Train as a tree: {answer}, {here:.2f}x against {way}, assuming {assumed}{fix}."
+
+    def batch_words(self) -> tuple[str, dict[str, str]]:
+        """What the batches are, and the speed-up in each order over the cheapest way, in a few words."""
+        names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
+        if self.batch_size is None:
+            names["grouped"] = "in whole groups"
+        _, cheapest = self.baseline()
+        title = "in steps of train" if self.batch_size is None else f"in batches of {self.batch_size}"
+        return title, {names[order]: f"{speed * cheapest:.2f}" for order, speed in self.batches.items()}
 
     def as_dict(self) -> dict[str, object]:
         """Plain JSON data."""
@@ -111,6 +126,7 @@ class Inspection:
             "trained_again": self.trained_again,
             "baseline": dict(zip(("way", "flops_of_all_rows"), self.baseline())),
             "batch_size": self.batch_size,
+            "tokens_per_step": None if self.batch_size else TOKENS_PER_STEP,
             "batches": self.batches,
             "transcripts": self.transcripts,
             "diagnosis": {
@@ -129,7 +145,7 @@ def inspect_rows(
     *,
     view: str | None = None,
     tokenizer: Decodes | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
 ) -> Inspection:
     """Measure what rows share.
 
@@ -138,7 +154,7 @@ def inspect_rows(
         shape: the model that FLOPs are counted for.
         view: "calls" or "transcript"; None for token rows.
         tokenizer: anything with `decode`; examples then show text instead of ids.
-        batch_size: rows of a batch, for the sharing that is left in batches.
+        batch_size: rows of a batch, for the sharing that is left in batches; None: steps of `treetrain train`.
     """
     tree = build_tree(rows)
     return Inspection(
@@ -167,33 +183,51 @@ def trained_again(rows: Sequence[Trajectory], tree: TokenTree) -> int:
     return int(uses.sum() - np.count_nonzero(uses))
 
 
-def sharing_in_batches(rows: Sequence[Trajectory], tree: TokenTree, counts: ModelCounts, size: int) -> dict[str, float]:
-    """Measure the speed-up by FLOPs within batches of `size` rows, for three orders of the rows.
+def sharing_in_batches(
+    rows: Sequence[Trajectory], tree: TokenTree, counts: ModelCounts, size: int | None = None
+) -> dict[str, float]:
+    """Measure the speed-up by FLOPs within batches, for three orders of the rows.
 
     Args:
         rows: K rows.
         tree: all of them as one batch.
         counts: the model that FLOPs are counted for.
-        size: rows of a batch: those of an optimizer step on one process, gradient accumulation included.
+        size: rows of a batch: those of an optimizer step on one process, gradient accumulation included. None: the
+            steps of `treetrain train`, whole groups of about `TOKENS_PER_STEP` flat tokens.
 
     Returns:
         One number for each order, of a sample of the batches if there are many; none if all rows fit one batch.
     """
-    if len(rows) <= size:
+    drawn, length = np.random.default_rng(0), tree.trajectory_length
+    rows_in_order, shuffled = np.arange(len(rows)), drawn.permutation(len(rows))
+    if size is None:
+        groups = make_groups(rows, tokens_per_step=TOKENS_PER_STEP)
+        tokens = np.array([length[group].sum() for group in groups], np.int64)
+        count, order = batches_of_pass(tokens, TOKENS_PER_STEP), drawn.permutation(len(groups))
+        if count < 2:
+            return {}
+        orders = {
+            "grouped": [
+                np.concatenate([groups[number] for number in step]) for step in cut_evenly(order, tokens[order], count)
+            ],
+            "file": cut_evenly(rows_in_order, length, count),
+            "shuffled": cut_evenly(shuffled, length[shuffled], count),
+        }
+    elif len(rows) <= size:
         return {}
-    drawn = np.random.default_rng(0)
-    orders = {
-        "grouped": np.argsort(tree.trajectory_last, kind="stable"),  # depth-first: neighbours share the most
-        "file": np.arange(len(rows)),
-        "shuffled": drawn.permutation(len(rows)),
-    }
+    else:
+        by_prefix = np.argsort(tree.trajectory_last, kind="stable")  # depth-first: neighbours share the most
+        orders = {
+            name: np.split(order, range(size, len(rows), size))
+            for name, order in (("grouped", by_prefix), ("file", rows_in_order), ("shuffled", shuffled))
+        }
     found = {}
-    for name, order in orders.items():
-        place = drawn.permutation(-(-len(rows) // size))[np.arange(len(rows)) // size]  # batches in any order
-        by = np.argsort(place, kind="stable")
-        order, batch = order[by], place[by]
-        picked = batch <= batch[np.cumsum(tree.trajectory_length[order]) <= SAMPLED].max(initial=0)
-        forest = build_tree([rows[number] for number in order[picked].tolist()], apart=batch[picked])
+    for name, batches in orders.items():
+        batches = [batches[number] for number in drawn.permutation(len(batches)).tolist()]
+        tokens = np.cumsum([length[batch].sum() for batch in batches])
+        batches = batches[: max(int((tokens <= SAMPLED).sum()), 1)]
+        apart = np.repeat(np.arange(len(batches)), list(map(len, batches)))
+        forest = build_tree([rows[number] for number in np.concatenate(batches).tolist()], apart=apart)
         found[name] = ideal_speedup(forest, counts)
     return found
 

@@ -9,6 +9,7 @@ import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from itertools import compress
 
 import numpy as np
 
@@ -23,6 +24,9 @@ HASHES = 1 << 32
 """Number of possible hashes."""
 COMMON = 1 / 32
 """Rows without a group are grouped by a prefix long enough that no group has more than this share of the rows."""
+
+REMARKS = 10_000
+"""Different remarks on records that are kept once."""
 
 
 class Sampler:
@@ -46,6 +50,10 @@ class Sampler:
         self._progress = progress
         self._threshold = HASHES
         self._prefix = 0  # leading tokens that make rows without group and episode one group
+        self.remarks: list[tuple[str, ...]] = []
+        """What was said of the record of each row that is kept."""
+        self._said: tuple[str, ...] = ()
+        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._asked = self._read = 0  # rows, before they are converted and after: a conversation has several calls
 
     @property
@@ -58,6 +66,12 @@ class Sampler:
         self._asked += 1
         self._progress(max(self._asked, self._read))
         return (group is None and episode is None) or _hash(episode if group is None else group) < self._threshold
+
+    def hear(self, remarks: tuple[str, ...]) -> None:
+        """Called with the remarks on a record before its rows come; equal ones are kept once."""
+        if len(self._known) < REMARKS:
+            self._known.setdefault(remarks, remarks)
+        self._said = self._known.get(remarks, remarks)
 
     def __call__(self, rows: Iterator[Trajectory]) -> list[Trajectory]:
         """The rows to keep, in order.
@@ -72,6 +86,7 @@ class Sampler:
             if self._threshold < HASHES and self._place(row) >= self._threshold:
                 continue
             kept.append(row)
+            self.remarks.append(self._said)
             tokens += len(row)
             if tokens > most:
                 self._prefix = self._prefix or _prefix(
@@ -99,9 +114,11 @@ class Sampler:
         for place, row in zip(places, rows):
             sizes[place] += len(row)
         order = sorted(sizes)
-        fit = np.cumsum([sizes[place] for place in order]) <= self._sample_tokens / 2
-        self._threshold = next((place for place, fits in zip(order[1:], fit[1:]) if not fits), self._threshold)
-        return [row for place, row in zip(places, rows) if place < self._threshold]
+        enough = np.cumsum([sizes[place] for place in order]) <= self._sample_tokens / 2
+        self._threshold = next((place for place, fits in zip(order[1:], enough[1:]) if not fits), self._threshold)
+        fits = [place < self._threshold for place in places]
+        self.remarks = list(compress(self.remarks, fits))
+        return list(compress(rows, fits))
 
 
 def _hash(name: Hashable) -> int:

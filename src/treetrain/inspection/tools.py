@@ -94,7 +94,7 @@ class ToolOrder:
                 rank.setdefault(name, len(rank))
                 self._written.setdefault((name, number == len(tools.names)), piece)
         fits = all(rank[one] < rank[other] for tools in known for one, other in pairwise(tools.names))
-        self._key = rank.__getitem__ if fits else _called
+        self._key = rank.__getitem__ if fits else lambda schema: (called(schema), schema)
 
     def sorted(self, tools: Tools) -> Ids:
         """The tokens of these tools in order."""
@@ -106,6 +106,7 @@ class ToolOrder:
         )
 
 
-def _called(schema: str) -> tuple[str, str]:
+def called(schema: str) -> str:
+    """The name of a tool."""
     value = json.loads(schema)
-    return str(value.get("function", value).get("name")), schema
+    return str(value.get("function", value).get("name"))

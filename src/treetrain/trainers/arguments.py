@@ -16,6 +16,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from treetrain.data.advantages import group_advantages
+from treetrain.data.groups import TOKENS_PER_STEP
 from treetrain.data.once import checked_count
 from treetrain.engine.extensions.process_group import wait_for_ranks
 from treetrain.errors import expect, nearest
@@ -76,7 +77,7 @@ class TreeArguments(TrainingArguments):
         metadata={"help": "Run decoder layers compiled, around tree attention. Not given: on a GPU, without FSDP2."},
     )
     tokens_per_step: int = field(
-        default=32_768,
+        default=TOKENS_PER_STEP,
         metadata={
             "help": "Flat tokens of a step (of a batch, with several updates), about: it is filled with whole groups "
             "(else whole trees), in place of per_device_train_batch_size rows."

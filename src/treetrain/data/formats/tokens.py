@@ -77,9 +77,8 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     keep = _unpadded(row.get("attention_mask"), len(whole))
     ids = whole[keep]
     weights = _weights(row, ids, keep, len(whole))
-    if notes.apart:
-        masks = " times ".join(f"`{name}`" for name in WEIGHT_KEYS if row.get(name) is not None)
-        notes.masks = f"{masks} of the row" if masks else "all tokens, since nothing says which"
+    masks = " times ".join(f"`{name}`" for name in WEIGHT_KEYS if row.get(name) is not None)
+    notes.masks = f"{masks} of the row" if masks else "all tokens, since nothing says which"
     if weights is None:
         notes.add("no labels, loss_mask or loss_weights: every token is trained")
     given: dict[str, str] = {}  # field of Trajectory -> the key that has it
