@@ -389,7 +389,8 @@ class _Reading:
             try:
                 if isinstance(found, DataError):
                     raise found
-                made = [self.chat.renderer.tokenised(row) if isinstance(row, ChatRow) else row for row in found]
+                self.notes.place = place
+                made = [self._trajectory(row) for row in found]
                 for trajectory in made:
                     self._check(trajectory)
             except DataError as error:
@@ -399,6 +400,9 @@ class _Reading:
                 self.skipped.append(message)
             else:
                 yield from made
+
+    def _trajectory(self, row: Trajectory | ChatRow) -> Trajectory:
+        return self.chat.renderer.tokenised(row, self.notes) if isinstance(row, ChatRow) else row
 
     def _check(self, row: Trajectory) -> None:
         if self.vocab_size is not None and len(row) and row.ids.max() >= self.vocab_size:
@@ -432,12 +436,15 @@ class _Reading:
                     self.made += 1
                 elif self.kind.tokens or row.get("input_ids") is not None:
                     made.append(trajectory_from_token_row(row, self.notes))
+                    if self.kind.name != "tokens" and made[-1].loss_weights is not None:  # no keys of the log
+                        self.notes.masks = "the tokens of the answers, as the log has them"
                 else:
                     made += self.chat.rows(row, self.notes)
             if tracked is not None:
-                names = tracked.unread()
-                names = (name.removeprefix("records.") for name in names) if self.kind.session else names
-                self.notes.unused_keys(names)
+                unread = tracked.unread()
+                if self.kind.session:
+                    unread = ((name.removeprefix("records."), value) for name, value in unread)
+                self.notes.unused_keys(unread)
         except DataError as error:
             return error
         except RecursionError:
