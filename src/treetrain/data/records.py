@@ -33,12 +33,12 @@ CONTAINERS = 1 << 20
 """A record with more lists and objects is an error."""
 LISTED = 20
 """Keys that are not used are named up to this many."""
-TELLING = re.compile("mask|loss|weight|train|label|system|reward|score", re.IGNORECASE)
+TELLING = re.compile("mask|loss|weight|train|label|system|reward|resolved|score", re.IGNORECASE)
 """Keys whose names may say what is trained; they are named apart where they are not used."""
 TOKENS = re.compile("token(?!_?(count|usage))", re.IGNORECASE)
 """Such keys, too, if they have a list: a number is a count, as in `usage`."""
 OFFERED = {"resolved": "reward", "success": "reward", "score": "reward", "instance_id": "group"}
-"""Keys that are not read by themselves, and as what --map reads them."""
+"""Keys of whole records that are not read by themselves, and as what --map reads them."""
 CALL = "(call)"
 """In rows of LLM calls: what the log has on the call, for `where`. It is taken out before the row is read."""
 
@@ -95,7 +95,7 @@ class Notes:
             if telling:
                 listed = ", ".join(f"{name[-80:]!r} ({count})" for name, count in telling[:LISTED])
                 more = f" and {len(telling) - LISTED} more" if len(telling) > LISTED else ""
-                offered = [f"{OFFERED[last]}={name}" for name, _ in telling if (last := _last(name)) in OFFERED]
+                offered = [f"{OFFERED[name]}={name}" for name, _ in telling if of == "keys" and name in OFFERED]
                 cure = f"--map {' or '.join(offered) or 'KEY=PATH'} reads one; first: {self._short(of)}"
                 lines.append(f"{of} that may say what to train and are not used: {listed}{more}; {cure}")
             if rest := len(names) - len(telling):
@@ -105,20 +105,14 @@ class Notes:
 
     def _tells(self, name: str, of: str) -> bool:
         """Whether a key that is not used may say what is trained, or has a fact of the row."""
-        last = _last(name)
-        if of == "keys" and last in OFFERED:
-            return True
-        return bool(TELLING.search(last) or (name in self._lists and TOKENS.search(last)))
+        last = name.rpartition(".")[2]
+        is_list = name in self._lists
+        return (of == "keys" and name in OFFERED) or bool(TELLING.search(last) or (is_list and TOKENS.search(last)))
 
     def _short(self, text: str) -> str:
         """The first place of a remark without the folders of its file."""
         folders, _, name = self._first[text].rpartition("/")
         return f".../{name}" if folders else name
-
-
-def _last(name: str) -> str:
-    """The last key of a path."""
-    return name.rpartition(".")[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
