@@ -253,7 +253,7 @@ def test_counts_of_tokens_and_switches_are_not_among_the_keys_that_may_say_what_
 
 def test_an_answer_that_its_log_masks_is_named(texts_of):
     _, found = texts_of({"messages": [ASKED, OAK | {"step_loss_mask": 0}, ASKED, BUS]})
-    assert noted(found, "an answer has the weight 0, so it is not trained (row 0 message 1)")
+    assert noted(found, "not trained: the log masks it, or it is part of a prompt (row 0 message 1)")
 
 
 def test_a_call_without_result_before_the_next_answer_is_noted(texts_of):

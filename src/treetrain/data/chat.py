@@ -287,7 +287,7 @@ def _transcript(
     for turn in turns:
         message = messages[turn]
         if message.get("weight") == 0 and not message.get("cut"):
-            notes.add("an answer has the weight 0, so it is not trained", f"message {turn}")
+            notes.add(NOT_TRAINED, f"message {turn}")
         if not places[turn] and message.get("weight", 1.0):  # others that are not found are refused
             notes.add("the template writes nothing for an empty answer, so it is not trained", f"message {turn}")
         if places[turn] > 1:
@@ -369,8 +369,10 @@ def _call(
     return ChatRow(texts=texts, spans=[(start + moved, end + moved)], messages=[answer], facts=facts)
 
 
+NOT_TRAINED = "an assistant message is not trained: the log masks it, or it is part of a prompt"
 SHARED_TOKEN = (
-    "a token holds the edge of an answer and text beside it, and is trained; is the template that of the tokenizer?"
+    "a token holds the edge of an answer and text beside it, and is trained: the template is that of another "
+    "tokenizer, or a text begins within a word"
 )
 NOT_RENDERED = "a {} message does not appear in the rendered text as it is: the template drops or rewrites it"
 LOST = (

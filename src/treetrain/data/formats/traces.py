@@ -95,8 +95,8 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
         if isinstance(said, list) and isinstance(ends, list) and len(said) == len(ends):  # one for each choice
             said = [{"finish_reason": end} | dict(one) for one, end in zip(said, ends)]
         rows += call_rows(known, _messages(prompt), said, notes)
-        known_names = (*attributes.read, PROVIDER)
-        notes.unused_keys((f"attributes.{name}", value) for name, value in unknown(attributes, known_names))
+        unread = unknown(attributes, {*attributes.read, PROVIDER})
+        notes.unused_keys((f"attributes.{name}", value) for name, value in unread)
     return rows
 
 
