@@ -435,8 +435,8 @@ class _Reading:
                 if self.wants is not None and not self.wants(first_of(row, *GROUP_KEYS), first_of(row, *EPISODE_KEYS)):
                     self.made += 1
                 elif self.kind.tokens or row.get("input_ids") is not None:
-                    made.append(trajectory_from_token_row(row, self.notes))
-                    if self.kind.name != "tokens" and made[-1].loss_weights is not None:  # no keys of the log
+                    made.append(token_row := trajectory_from_token_row(row, self.notes))
+                    if self.kind.name != "tokens" and token_row.loss_weights is not None:  # the keys are ours
                         self.notes.masks = "the tokens of the answers, as the log has them"
                 else:
                     made += self.chat.rows(row, self.notes)
