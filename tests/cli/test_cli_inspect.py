@@ -285,6 +285,28 @@ def test_a_row_is_shown_as_it_is_trained_with_what_was_dropped_and_where_its_mas
     assert "there is no row 3: the files have 2 rows" in treetrain(*argv, "--show", "3").error
 
 
+def test_a_shown_row_fits_80_columns_without_folders_and_says_that_its_answer_is_rejected(treetrain, tmp_path) -> None:
+    folder = tmp_path / ("folder" * 20)
+    folder.mkdir()
+    pair = {"prompt": "tree?", "chosen": "Oak", "rejected": "Bus", **{f"score_{n}": n for n in range(9)}}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair))
+    argv = ("inspect", folder / "pairs.jsonl", "--tokenizer", "tiny", "--show")
+    chosen, rejected = (treetrain(*argv, number).out for number in ("1", "2"))
+    assert max(map(len, rejected.splitlines())) <= 80
+    assert "\nid .../pairs.jsonl line 1/rejected, pair .../pairs.jsonl line 1, chosen False\n\n" in rejected
+    assert "the answer is rejected (chosen False): the loss sft refuses the row" in rejected
+    assert "is rejected" not in chosen
+
+
+def test_a_log_that_was_converted_says_that_its_answers_are_trained_and_not_the_name_of_a_key(
+    treetrain, tmp_path
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"trajectory_id": "t", "prompt_ids": [5, 6], "output_ids": [8, 9], "logprobs": [-1, -2]}\n')
+    shown = treetrain("inspect", path, "--show", "1").out
+    assert "5 6⟦8 9⟧" in shown and "what is trained: the tokens of the answers, as the log has them" in shown
+
+
 def test_token_rows_are_shown_as_ids_and_the_keys_of_their_masks_are_named(treetrain, tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "loss_weights": [0, 1, 0.5, 1]}\n')

@@ -166,14 +166,16 @@ def test_in_any_conversation_each_assistant_body_is_exactly_what_is_trained(read
     assert trained(row) == [text + "<|im_end|>" for role, text in turns if role == "assistant"]
 
 
-def test_a_token_across_the_edge_of_a_body_is_trained(read, bytes_tokenizer):
+def test_a_token_across_the_edge_of_a_body_is_trained_and_noted(read, bytes_tokenizer):
     template = (
         "{%- for m in messages %}{{- m.role + ':' + (' ' if m.role == 'assistant' else '') + m.content }}"
         "{%- endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
     )
-    (row,) = read([said("user", "hello"), said("assistant", "there")], template)
+    notes = Notes()
+    (row,) = read([said("user", "hello"), said("assistant", "there")], template, notes=notes)
     tokens = [bytes_tokenizer.decode([i]) for i in row.ids[row.loss_weights > 0]]
     assert "".join(tokens).strip() == "there" and tokens[0].startswith(" ")
+    assert any("a token holds the edge of an answer and text beside it" in note for note in notes.lines())
 
 
 def test_tokenizers_without_offsets_train_the_same_text(bytes_tokenizer, trained):

@@ -250,15 +250,18 @@ def test_nothing_that_a_template_drops_is_dropped_in_silence(read, bytes_tokeniz
             tokenizer=bytes_tokenizer,
             chat_template=bytes_tokenizer.chat_template,
         )
-    assert from_messages([{"messages": MESSAGES, "tools": TOOLS}], tokenizer=bytes_tokenizer, tools="none").notes[
-        :1
-    ] == ("the template drops the thinking of an assistant message, so it is not trained (row 0 message 2)",)
+    found = from_messages([{"messages": MESSAGES, "tools": TOOLS}], tokenizer=bytes_tokenizer, tools="none")
+    dropped = (
+        "the template drops the thinking of an assistant message, so it is not trained; --view calls renders every "
+        "answer as the last message (row 0 message 2)"
+    )
+    assert found.notes[0] == dropped
     with pytest.raises(DataError, match=r"the record has `system` and a system message"):
         read({"messages": MESSAGES, "system": "x"})
     found = from_messages([{"messages": [*MESSAGES[:-1], ANSWER | {"colour": 1}]}], tokenizer=bytes_tokenizer)
     assert found.notes == (
         "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them) (row 0)",
-        "the template drops the thinking of an assistant message, so it is not trained (row 0 message 2)",
+        dropped,
         "message keys that are not used: 1, such as 'colour'; first: row 0",
     )
 

@@ -336,6 +336,11 @@ def test_a_key_that_no_reader_knows_is_named_with_its_path(read, tmp_path, monke
     )
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in SAMPLES.iterdir()))
+def test_no_key_of_a_log_as_its_tool_writes_it_is_named_as_one_that_may_say_what_to_train(read, name):
+    assert not [note for note in read(SAMPLES / name).notes if "may say what to train" in note]
+
+
 def test_keys_in_json_that_is_logged_as_text_are_named(bytes_tokenizer):
     said = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     answer = {"choices": [{"message": {"role": "assistant", "content": '{"colour": 1}'}, "mask": 1}], "label": 2}

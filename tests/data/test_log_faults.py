@@ -232,3 +232,46 @@ def test_keys_that_may_say_what_to_train_are_named_and_the_others_counted(texts_
     _, found = texts_of({"messages": [ASKED, OAK], "resolved": True, "is_labelled": 1, "colour": 1, "size": 2})
     assert noted(found, "keys that may say what to train and are not used: 'resolved' (1), 'is_labelled' (1); --map")
     assert noted(found, "keys that are not used: 2, such as 'colour'")
+
+
+def test_keys_that_are_facts_of_a_row_come_with_the_option_that_reads_them(texts_of):
+    record = {"messages": [ASKED, OAK], "instance_id": "x-1", "resolved": True}
+    _, found = texts_of(record)
+    assert noted(found, "'instance_id' (1), 'resolved' (1); --map group=instance_id or reward=resolved reads one")
+    _, found = texts_of(record, map={"group": "instance_id", "reward": "resolved"})
+    (row,) = found.trajectories
+    assert (row.group, row.reward) == ("x-1", 1.0) and not noted(found, "keys")
+
+
+def test_counts_of_tokens_and_switches_are_not_among_the_keys_that_may_say_what_to_train(texts_of):
+    counts = {"total_tokens": 16, "return_token_ids": True, "tokenUsage": {"input": 9}, "input_token_count": [[9]]}
+    _, found = texts_of({"messages": [ASKED, OAK], **counts})
+    assert noted(found, "keys that are not used: 4") and not noted(found, "may say what to train")
+    _, found = texts_of({"messages": [ASKED, OAK], "token_scales": [1.0, 0.0], "tokens": "[1, 0]"})
+    assert noted(found, "may say what to train and are not used: 'token_scales' (1), 'tokens' (1)")
+
+
+def test_an_answer_that_its_log_masks_is_named(texts_of):
+    _, found = texts_of({"messages": [ASKED, OAK | {"step_loss_mask": 0}, ASKED, BUS]})
+    assert noted(found, "not trained: the log masks it, or it is part of a prompt (row 0 message 1)")
+
+
+def test_a_call_without_result_before_the_next_answer_is_noted(texts_of):
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "an oak"}
+    calling = OAK | {"tool_calls": [call]}
+    for messages, lacks in (([calling, BUS], True), ([calling, result, BUS], False), ([calling], False)):
+        _, found = texts_of({"messages": [ASKED, *messages]})
+        assert noted(found, "the log has no result of a call before the next answer (row 0 message 1)") == lacks
+
+
+def test_what_a_template_drops_of_earlier_answers_comes_with_the_view_in_which_every_answer_is_the_last(texts_of):
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [ASKED, OAK | {"tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "1"}, BUS]
+    with pytest.raises(DataError, match=r"message 1 .* cannot be found .*; --view calls renders every answer"):
+        texts_of({"messages": messages}, name="gptoss")
+    texts, _ = texts_of({"messages": messages}, name="gptoss", view="calls")
+    assert "Oak" in texts[0][0] and "Bus" in texts[1][0]
+    messages[1] = {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [call]}
+    _, found = texts_of({"messages": messages}, name="gptoss")
+    assert noted(found, "so it is not trained; --view calls renders every answer as the last message (row 0 message 1)")

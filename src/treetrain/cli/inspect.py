@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -116,34 +117,38 @@ def _show(options: Namespace) -> int:
     """Print one row; trained text has a colour on a terminal, and brackets elsewhere."""
     from rich.text import Text
 
-    from treetrain.inspection.one_row import OneRow, runs_of
+    from treetrain.inspection.one_row import OneRow, facts_of, notes_on, runs_of, without_folders
 
     found = read(options, collect=OneRow(options.show))
     (row,) = found.rows
     runs, trained = runs_of(row, found.tokenizer), int((row.weights != 0).sum())
-    names = ("id", "group", "episode", "reward", "pair", "chosen")
-    facts = {name: value for name in names if (value := getattr(row, name)) is not None}
+    facts, notes = facts_of(row), [*found.notes, *notes_on(row)]
     if options.json:
         pieces = [{"text": text, "weight": weight} for text, weight in runs]
         facts |= {"format": found.format, "tokens": len(row), "trained": trained}
-        print_json(facts | {"pieces": pieces, "notes": list(found.notes)})
+        print_json(facts | {"pieces": pieces, "notes": notes})
         return 0 if trained else NOTHING_TRAINED
     out, shown = console(), Text()
+    out.width = min(out.width, 120) if out.is_terminal else 80
     for text, weight in runs:
         text = "".join(word if word.isprintable() or word in "\n\t" else "\N{REPLACEMENT CHARACTER}" for word in text)
         text = text if weight == 0 or out.is_terminal else f"⟦{text}⟧"
         shown.append(text, "bold dark_orange" if weight else "")
         if weight not in (0, 1):
             shown.append(f"(weight {weight:g})", "dim")
-    described = ", ".join(f"{name} {value}" for name, value in facts.items())
     marked = "in colour" if out.is_terminal else "in ⟦ ⟧"
-    head = (
-        f"row {options.show}, read as {found.format}: {len(row):,} tokens, {trained:,} trained ({marked}); {described}"
-    )
-    out.print(head, markup=False, soft_wrap=True)
-    out.print(shown, soft_wrap=True)
-    for note in found.notes:
-        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    head = f"row {options.show}, read as {found.format}: {len(row):,} tokens, {trained:,} trained ({marked})"
+    described = ", ".join(f"{name} {without_folders(value)}" for name, value in facts.items())
+
+    def wrapped(text: str) -> None:
+        out.print(textwrap.fill(text, out.width, break_on_hyphens=False), markup=False, soft_wrap=True)
+
+    wrapped(head)
+    wrapped(described)
+    out.print()
+    out.print(shown, soft_wrap=True, end="\n" if shown.plain.endswith("\n") else "\n\n")
+    for note in notes:
+        wrapped(f"note: {note}")
     if not trained:
         out.print("Nothing of this row is trained.", markup=False)
     return 0 if trained else NOTHING_TRAINED

@@ -120,7 +120,7 @@ class ChatReader:
 
     def __call__(self, record: Record, notes: Notes) -> list[Trajectory]:
         """The trajectories of one record. Raises DataError without the place."""
-        return [self.renderer.tokenised(row) for row in self.rows(record, notes)]
+        return [self.renderer.tokenised(row, notes) for row in self.rows(record, notes)]
 
     def rows(self, record: Record, notes: Notes) -> list[ChatRow]:
         """The rows of one record as text. Raises DataError without the place."""
@@ -154,8 +154,11 @@ class ChatReader:
             )
         for message in messages:
             # The template may read other keys, too.
-            others = (name for name in unknown(message, MESSAGE_KEYS) if name not in renderer.source)
-            notes.unused_keys(others, "message keys")
+            others = unknown(message, MESSAGE_KEYS)
+            notes.unused_keys(((name, one) for name, one in others if name not in renderer.source), "message keys")
+        for number, (one, after) in enumerate(pairwise(messages)):
+            if one["role"] == after["role"] == "assistant" and "tool_calls" in one:
+                notes.add("the log has no result of a call before the next answer", f"message {number}")
         begins = next((message for message in messages if message["role"] != "system"), {})
         if begins.get("role") == "assistant" and begins.get("weight", 1) and len(messages) > 1:
             notes.add(
@@ -277,12 +280,14 @@ def _transcript(
 ) -> ChatRow:
     text = renderer.render(messages, tools)
     found = find_messages(renderer, messages, tools, text)
-    _check_found(messages, found, notes)
+    _check_found(messages, found, notes, "; --view calls renders every answer as the last message")
     turns = _turns(messages)
     places = Counter(span.message for span in found.spans)
     some = any("advantage" in messages[turn] for turn in turns)
     for turn in turns:
         message = messages[turn]
+        if message.get("weight") == 0 and not message.get("cut"):
+            notes.add(NOT_TRAINED, f"message {turn}")
         if not places[turn] and message.get("weight", 1.0):  # others that are not found are refused
             notes.add("the template writes nothing for an empty answer, so it is not trained", f"message {turn}")
         if places[turn] > 1:
@@ -364,6 +369,11 @@ def _call(
     return ChatRow(texts=texts, spans=[(start + moved, end + moved)], messages=[answer], facts=facts)
 
 
+NOT_TRAINED = "an assistant message is not trained: the log masks it, or it is part of a prompt"
+SHARED_TOKEN = (
+    "a token holds the edge of an answer and text beside it, and is trained: the template is that of another "
+    "tokenizer, or a text begins within a word"
+)
 NOT_RENDERED = "a {} message does not appear in the rendered text as it is: the template drops or rewrites it"
 LOST = (
     "cannot be found in what the chat template renders; pass another template, e.g. --chat-template chatml, or leave "
@@ -375,13 +385,14 @@ LOST_CALLS = (
 )
 
 
-def _check_found(messages: Sequence[Message], found: Found, notes: Notes) -> None:
+def _check_found(messages: Sequence[Message], found: Found, notes: Notes, cure: str = "") -> None:
     """Note what the template drops, and raise DataError if that is a part of a trained answer.
 
     Args:
         messages: those to be checked.
         found: the messages in the rendering.
         notes: receives the remarks.
+        cure: what else helps against lost parts of answers.
     """
     for number, parts in sorted(found.dropped.items()):
         message, where = messages[number], f"message {number}"
@@ -389,10 +400,10 @@ def _check_found(messages: Sequence[Message], found: Found, notes: Notes) -> Non
             notes.add(NOT_RENDERED.format(message["role"]), where)
             continue
         if "thinking" in parts:
-            notes.add("the template drops the thinking of an assistant message, so it is not trained", where)
+            notes.add(f"the template drops the thinking of an assistant message, so it is not trained{cure}", where)
         lost = LOST if "text" in parts else LOST_CALLS if "call" in parts else None
         if lost and message.get("weight", 1.0) and not says_nothing(message):
-            raise DataError(f"{where} (assistant) {lost}")
+            raise DataError(f"{where} (assistant) {lost}{cure}")
         if lost and not says_nothing(message):
             notes.add("the template drops an assistant message that is not trained, or its calls", where)
 
@@ -572,7 +583,7 @@ class Renderer:
         texts = (text,) if self.is_fast else tuple(text[start:end] for start, end in pairwise(edges))
         return ChatRow(texts=texts, spans=spans, messages=messages, facts=facts, add_bos=add_bos)
 
-    def tokenised(self, row: ChatRow) -> Trajectory:
+    def tokenised(self, row: ChatRow, notes: Notes) -> Trajectory:
         """The trajectory of a row. Raises DataError if the tokenizer cannot read the text."""
         bos = self._bos() if row.add_bos else np.zeros(0, np.int32)
         ids, number, at = [bos], [np.full(bos.size, -1)], 0
@@ -582,7 +593,10 @@ class Renderer:
             for index, (start, end) in enumerate(row.spans):
                 whole = start <= at and at + len(text) <= end
                 # A token with any character of the span is trained: half a token cannot be predicted.
-                of_span[whole | ((ends + at > start) & (starts + at < end))] = index
+                inside = np.flatnonzero(whole | ((ends + at > start) & (starts + at < end)))
+                of_span[inside] = index
+                if not whole and inside.size and (starts[inside[0]] + at < start or ends[inside[-1]] + at > end):
+                    notes.add(SHARED_TOKEN)
             ids.append(own)
             number.append(of_span)
             at += len(text)

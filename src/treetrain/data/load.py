@@ -405,7 +405,8 @@ class _Reading:
             try:
                 if isinstance(found, DataError):
                     raise found
-                made = [self.chat.renderer.tokenised(row) if isinstance(row, ChatRow) else row for row in found]
+                self.notes.place = place
+                made = [self._trajectory(row) for row in found]
                 for trajectory in made:
                     self._check(trajectory)
             except DataError as error:
@@ -417,6 +418,9 @@ class _Reading:
                 if self.hear is not None:
                     self.hear(remarks)
                 yield from made
+
+    def _trajectory(self, row: Trajectory | ChatRow) -> Trajectory:
+        return self.chat.renderer.tokenised(row, self.notes) if isinstance(row, ChatRow) else row
 
     def _check(self, row: Trajectory) -> None:
         if self.vocab_size is not None and len(row) and row.ids.max() >= self.vocab_size:
@@ -449,13 +453,16 @@ class _Reading:
                 if self.wants is not None and not self.wants(first_of(row, *GROUP_KEYS), first_of(row, *EPISODE_KEYS)):
                     self.made += 1
                 elif self.kind.tokens or row.get("input_ids") is not None:
-                    made.append(trajectory_from_token_row(row, self.notes))
+                    made.append(token_row := trajectory_from_token_row(row, self.notes))
+                    if self.kind.name != "tokens" and token_row.loss_weights is not None:  # the keys are ours
+                        self.notes.masks = "the tokens of the answers, as the log has them"
                 else:
                     made += self.chat.rows(row, self.notes)
             if tracked is not None:
-                names = tracked.unread()
-                names = (name.removeprefix("records.") for name in names) if self.kind.session else names
-                self.notes.unused_keys(names)
+                unread = tracked.unread()
+                if self.kind.session:
+                    unread = ((name.removeprefix("records."), value) for name, value in unread)
+                self.notes.unused_keys(unread)
         except DataError as error:
             return error
         except RecursionError:

@@ -33,8 +33,12 @@ CONTAINERS = 1 << 20
 """A record with more lists and objects is an error."""
 LISTED = 20
 """Keys that are not used are named up to this many."""
-TELLING = re.compile("mask|loss|weight|train|label|system|reward|resolved|score|token", re.IGNORECASE)
+TELLING = re.compile("mask|loss|weight|train|label|system|reward|resolved|score", re.IGNORECASE)
 """Keys whose names may say what is trained; they are named apart where they are not used."""
+TOKENS = re.compile("token(?!_?(count|usage))", re.IGNORECASE)
+"""Such keys, too, if they have a list: a number is a count, as in `usage`."""
+OFFERED = {"resolved": "reward", "success": "reward", "score": "reward", "instance_id": "group"}
+"""Keys of whole records that are not read by themselves, and as what --map reads them."""
 CALL = "(call)"
 """In rows of LLM calls: what the log has on the call, for `where`. It is taken out before the row is read."""
 
@@ -54,10 +58,12 @@ class Notes:
         self._count: dict[str, int] = {}
         self._first: dict[str, str] = {}
         self._unused: dict[str, Counter[str]] = {}
+        self._lists: set[str] = set()
+        """Keys among the unused ones that have a list."""
 
     def clear(self) -> None:
         """Forget all remarks."""
-        for remarks in (self._count, self._first, self._unused):
+        for remarks in (self._count, self._first, self._unused, self._lists):
             remarks.clear()
 
     def add(self, text: str, where: str | None = "") -> None:
@@ -72,13 +78,15 @@ class Notes:
         """The number of remarks, each as often as it was made."""
         return sum(self._count.values())
 
-    def unused_keys(self, names: Iterable[str], of: str = "keys") -> None:
-        """Remark on keys that no reader has used; all of one kind (`of`) become one line."""
-        for name in names:
+    def unused_keys(self, values: Iterable[tuple[str, Json]], of: str = "keys") -> None:
+        """Remark on keys that no reader has used, and their values; all of one kind (`of`) become one line."""
+        for name, value in values:
             if self.record is not None:
                 self.record.append(f"{of.removesuffix('s')} that is not used: {name[-80:]!r}")
             self._unused.setdefault(of, Counter())[name] += 1
             self._first.setdefault(of, self.place)
+            if isinstance(value, list) or (isinstance(value, str) and value.startswith("[")):
+                self._lists.add(name)
 
     def lines(self) -> tuple[str, ...]:
         """One line per remark, with its count and the first place."""
@@ -89,16 +97,23 @@ class Notes:
             lines.append(f"{text} ({times}{first})" if first else text)
         for of, names in self._unused.items():
             ordered = sorted(names.items(), key=lambda each: each[0].count("."))  # those at the top come first
-            telling = [(name, count) for name, count in ordered if TELLING.search(name.rpartition(".")[2])]
+            telling = [(name, count) for name, count in ordered if self._tells(name, of)]
             if telling:
                 listed = ", ".join(f"{name[-80:]!r} ({count})" for name, count in telling[:LISTED])
                 more = f" and {len(telling) - LISTED} more" if len(telling) > LISTED else ""
-                cure = f"--map KEY=PATH reads one; first: {self._short(of)}"
+                offered = [f"{OFFERED[name]}={name}" for name, _ in telling if of == "keys" and name in OFFERED]
+                cure = f"--map {' or '.join(offered) or 'KEY=PATH'} reads one; first: {self._short(of)}"
                 lines.append(f"{of} that may say what to train and are not used: {listed}{more}; {cure}")
             if rest := len(names) - len(telling):
                 such = next(name for name, count in ordered if (name, count) not in telling)
                 lines.append(f"{of} that are not used: {rest}, such as {such[-80:]!r}; first: {self._short(of)}")
         return tuple(lines)
+
+    def _tells(self, name: str, of: str) -> bool:
+        """Whether a key that is not used may say what is trained, or has a fact of the row."""
+        last = name.rpartition(".")[2]
+        is_list = name in self._lists
+        return (of == "keys" and name in OFFERED) or bool(TELLING.search(last) or (is_list and TOKENS.search(last)))
 
     def _short(self, text: str) -> str:
         """The first place of a remark without the folders of its file."""
@@ -191,14 +206,14 @@ class TrackedRecord(dict[str, Json]):
         both.read = self.read
         return both
 
-    def unread(self, above: str = "") -> Iterator[str]:
-        """The paths of keys with a value that were not read, without list positions and repeated names.
+    def unread(self, above: str = "") -> Iterator[tuple[str, Json]]:
+        """The paths of keys that were not read, without list positions and repeated names, and their values.
 
         An object of which no key was read was taken as a whole. Names with digits are `*` in paths: they may be ids.
         """
         for name, value in super().items():
             if name not in self.read:
-                yield from () if value is None or (above and name in WIRE) else (f"{above}{name}",)
+                yield from () if value is None or (above and name in WIRE) else ((f"{above}{name}", value),)
                 continue
             part = "*." if re.search(r"\d", name) else f"{name}."
             path = above if above.endswith(part) else above + part
@@ -211,9 +226,9 @@ class TrackedRecord(dict[str, Json]):
                 pending += one[::-1] if isinstance(one, list) and one and not isinstance(one[0], int | float) else []
 
 
-def unknown(record: Record, known: Container[str]) -> Iterator[str]:
-    """The keys with a value that are not known."""
-    return (name for name in record if name not in known and record[name] is not None)
+def unknown(record: Record, known: Container[str]) -> Iterator[tuple[str, Json]]:
+    """The keys that are not known, and their values."""
+    return ((name, value) for name in record if name not in known and (value := record[name]) is not None)
 
 
 class JsonText(str):

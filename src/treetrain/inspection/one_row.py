@@ -1,6 +1,7 @@
 """One row of a file as it is trained: its text with the trained parts marked, and what was said when it was read."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,6 +27,23 @@ class OneRow:
             if count == self.number:
                 return [row]
         raise DataError(f"there is no row {self.number}: the files have {count} rows")
+
+
+def facts_of(row: Trajectory) -> dict[str, object]:
+    """The facts of the whole row that it has, by name."""
+    names = ("id", "group", "episode", "reward", "pair", "chosen")
+    return {name: value for name in names if (value := getattr(row, name)) is not None}
+
+
+def notes_on(row: Trajectory) -> list[str]:
+    """What to know of the row that its record does not say."""
+    rejected = "the answer is rejected (chosen False): the loss sft refuses the row, dpo makes the answer less likely"
+    return [rejected] if row.chosen is False else []
+
+
+def without_folders(value: object) -> str:
+    """A fact in which the place of a record has no folders: `.../rows.jsonl line 1`."""
+    return re.sub(r"^.*/(?=[^/]+ line \d)", ".../", str(value))
 
 
 def runs_of(row: Trajectory, tokenizer: Decodes | None) -> list[tuple[str, float]]:

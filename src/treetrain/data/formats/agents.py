@@ -270,6 +270,7 @@ def read_verl(record: Record, notes: Notes) -> list[Record]:
     if "responses" in record:
         prompt = field(record, "prompt", list)
         answers = [[{"role": "assistant", "content": answer}] for answer in field(record, "responses", list)]
+        record.get("reward_model")  # how an answer is to be scored, and no score
         group = look_up(record, "extra_info.index")
         known = {"group": notes.place if group is None else group} | facts(record)
         return [known | {"messages": untrained(prompt) + answer} for answer in answers]

@@ -51,6 +51,8 @@ SPAN_FACTS = {
     "model": ("gen_ai.request.model", "llm.model_name", "mlflow.llm.model", "llm.request.model"),
 }
 REWARD = "agentlightning.reward.0.value"
+PROVIDER = "gen_ai.system"
+"""Not a system prompt, but whose API was called."""
 
 
 def reward_of(scores: Json, notes: Notes) -> float | None:
@@ -93,7 +95,8 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
         if isinstance(said, list) and isinstance(ends, list) and len(said) == len(ends):  # one for each choice
             said = [{"finish_reason": end} | dict(one) for one, end in zip(said, ends)]
         rows += call_rows(known, _messages(prompt), said, notes)
-        notes.unused_keys(f"attributes.{name}" for name in unknown(attributes, attributes.read))
+        unread = unknown(attributes, {*attributes.read, PROVIDER})
+        notes.unused_keys((f"attributes.{name}", value) for name, value in unread)
     return rows
 
 
