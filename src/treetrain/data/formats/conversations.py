@@ -284,9 +284,12 @@ def response_of(record: Record) -> Json:
     return record if "choices" in record or "candidates" in record else None
 
 
+FAILURES_AT = frozenset(["error", *(path.split(".")[0] for path in RESPONSE_PATHS)])
+
+
 def has_failed(record: Record) -> bool:
     """Whether a record is an error in the place of an answer."""
-    if "custom_id" in record:  # a batch, whose failed requests its reader counts
+    if FAILURES_AT.isdisjoint(record) or "custom_id" in record:  # a batch's reader counts its failed requests itself
         return False
     bodies = [body for path in RESPONSE_PATHS if isinstance(body := parsed(look_up(record, path)), Mapping)]
     if any(body.get("error") and not any(body.get(name) for name in ANSWERS if name != "message") for body in bodies):
