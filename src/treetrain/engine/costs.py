@@ -16,7 +16,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -99,11 +99,11 @@ def cost_if_countable(model: nn.Module) -> CostModel | None:
         return None
 
 
-def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
+def compute_dtype(model: nn.Module, device: torch.device, parameters: Iterable[Tensor] | None = None) -> torch.dtype:
     """The dtype of the arithmetic: autocast's if it is enabled, else that of FSDP2's policy, else the weights'."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+    if any(hasattr(p, "device_mesh") for p in (model.parameters() if parameters is None else parameters)):
         from treetrain.engine.extensions.process_group import parameter_dtype
 
         return parameter_dtype(model) or model.dtype  # type: ignore[return-value]

@@ -105,7 +105,13 @@ def _weak(value: object) -> object:
 def _state_of(engine: Engine) -> _State:
     model = engine.prepared
     asked = model.capabilities.scores_tokens, model.capabilities.scalar is not None
-    mode = engine.merge, torch.is_grad_enabled(), model.model.training, compute_dtype(model.model, model.device), *asked
+    mode = (
+        engine.merge,
+        torch.is_grad_enabled(),
+        model.model.training,
+        compute_dtype(model.model, model.device, model.parameters),
+        *asked,
+    )
     return _State(model.state.code, model.state.switches, mode)
 
 
@@ -238,7 +244,7 @@ def _compare(engine: Engine) -> bool:
     plain = _slices(trained, partial(_run_plain, model, rows, live=live))
     if not plain[0] or not all(bool(x.isfinite().all()) for side in plain for x in side):
         return False
-    limit = LIMITS.get(compute_dtype(model.model, model.device), LIMIT_16_BITS)
+    limit = LIMITS.get(compute_dtype(model.model, model.device, model.parameters), LIMIT_16_BITS)
     for budget in (None, BUDGET):
         tree = _slices(trained, partial(_run_tree, engine, rows, budget, live=live))
         apart = _apart(tree[0], plain[0], typical=model.capabilities.experts is not None and limit == LIMIT_16_BITS)
@@ -434,7 +440,7 @@ def _first_different(engine: Engine, rows: list[list[int]]) -> tuple[str, float]
     layout = last_states(tree, engine.capabilities)[0] if pooled else Batch.of(tree, weighted=False).layout
     place = np.full(tree.num_tokens, -1)
     place[layout.tree_index] = np.arange(layout.num_tokens)
-    limit = LIMITS.get(compute_dtype(model.model, model.device), LIMIT_16_BITS) / 3
+    limit = LIMITS.get(compute_dtype(model.model, model.device, model.parameters), LIMIT_16_BITS) / 3
     head = engine.capabilities.head
     on_tree = _events(
         model.model, head, layout.num_tokens, lambda: _run_tree(engine, rows, layout.num_tokens, live=False)
