@@ -1,4 +1,4 @@
-"""Copies NumPy arrays to a device without blocking the host, and launches Triton kernels on a tensor's device."""
+"""Copies NumPy arrays to a device without blocking the host, reads and writes rows, and launches Triton kernels."""
 
 import importlib.util
 import os
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 CHECKED = {"cuda"}
@@ -44,6 +45,40 @@ def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+Rows = slice | Int64[Tensor, " rows"]
+"""Rows of a tensor: a slice where they are consecutive, else indices."""
+
+
+def rows_on(device: torch.device, rows: Int64[np.ndarray, " rows"]) -> Rows:
+    """A slice if the rows are consecutive, else a tensor of indices on the device."""
+    if len(rows) == 0:
+        return slice(0, 0)
+    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return on_device(rows, device)
+
+
+def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
+    """Rows of a tensor; a view if they are consecutive."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
+def put_rows(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+    """Write rows of a tensor, in its dtype."""
+    if isinstance(rows, slice):
+        tensor[rows] = source
+    else:
+        tensor.index_copy_(0, rows, source.to(tensor.dtype))
+
+
+def add_rows(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+    """Add to rows of a tensor, in its dtype; a row may occur several times."""
+    if isinstance(rows, slice):
+        tensor[rows] += source
+    else:
+        tensor.index_add_(0, rows, source.to(tensor.dtype))
 
 
 def why_no_triton(device: torch.device) -> str | None:

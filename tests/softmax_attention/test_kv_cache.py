@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from parts_by_hand import PartsByHand, Tensors
 
 from support.plans import KEEPS, one_segment_per_part, uniform
+from treetrain.device_arrays import rows_on
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import KVCache, rows_on
+from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import Forest

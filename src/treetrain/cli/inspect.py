@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -129,7 +128,7 @@ def _show(options: Namespace) -> int:
         print_json(facts | {"pieces": pieces, "notes": notes})
         return 0 if trained else NOTHING_TRAINED
     out, shown = console(), Text()
-    out.width = min(out.width, 120) if out.is_terminal else 80
+    out.width = min(out.width, WIDEST) if out.is_terminal else COLUMNS
     for text, weight in runs:
         text = "".join(word if word.isprintable() or word in "\n\t" else "\N{REPLACEMENT CHARACTER}" for word in text)
         text = text if weight == 0 or out.is_terminal else f"⟦{text}⟧"
@@ -139,16 +138,12 @@ def _show(options: Namespace) -> int:
     marked = "in colour" if out.is_terminal else "in ⟦ ⟧"
     head = f"row {options.show}, read as {found.format}: {len(row):,} tokens, {trained:,} trained ({marked})"
     described = ", ".join(f"{name} {without_folders(value)}" for name, value in facts.items())
-
-    def wrapped(text: str) -> None:
-        out.print(textwrap.fill(text, out.width, break_on_hyphens=False), markup=False, soft_wrap=True)
-
-    wrapped(head)
-    wrapped(described)
+    _print_wrapped(out, head)
+    _print_wrapped(out, described)
     out.print()
     out.print(shown, soft_wrap=True, end="\n" if shown.plain.endswith("\n") else "\n\n")
     for note in notes:
-        wrapped(f"note: {note}")
+        _print_wrapped(out, f"note: {note}")
     if not trained:
         out.print("Nothing of this row is trained.", markup=False)
     return 0 if trained else NOTHING_TRAINED

@@ -99,7 +99,7 @@ def read_records(path: str | os.PathLike[str], notes: Notes | None = None) -> Fo
 
 
 def _elsewhere(path: str) -> str:
-    """What to do about a source that is no file: standard input, an address, or the name of a data set on the hub."""
+    """Advice on a source that is no file: standard input, an address, or the name of a data set on the hub."""
     if path in ("-", "/dev/stdin"):
         return "; standard input is not read, since a file is read twice: write it to a file"
     if "://" in path:

@@ -31,7 +31,7 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 class ChildError(Exception):
-    """What the function raised in its process: the name of a class, and a text."""
+    """The error of the function in its process: the name of its class, and its text."""
 
     @property
     def text(self) -> str:
@@ -127,7 +127,7 @@ def _end(owner: int, pid: int, asks: int, file: IO[bytes]) -> int:
 
 
 def _serve(function: Callable[..., Any], memory: int, reading: int, writing: int) -> NoReturn:
-    """What the child does until nobody asks any more."""
+    """The loop of the child, until nobody asks any more."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

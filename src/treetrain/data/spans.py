@@ -33,7 +33,7 @@ from treetrain.errors import DataError
 THINK_TAG = re.compile(r"(</?think>)")
 """Templates look for these in the text of an answer, so marks stand between them."""
 DIGITS = 7
-"""Of the number of a mark."""
+"""How many digits the number of a mark has."""
 KEPT = 1024
 """Most of what is remembered of a template: shapes of messages, and texts around answers."""
 SHAPE = ("role", "content", "tool_calls")
@@ -49,11 +49,11 @@ class Template(Protocol):
     reasoning_key: str
     """The key of messages under which the template finds thinking."""
     header: str
-    """What is written before every answer; empty if that cannot be determined."""
+    """The text before every answer; empty if that cannot be determined."""
     end_of_turn: str
     """The special token that ends an answer of text; empty if there is none."""
     edges: dict[tuple[Json, ...], int]
-    """What was found on the text around answers, which is the same in all conversations."""
+    """The text around answers, which is the same in all conversations."""
     shapes: dict[str, list[str]]
     """Messages with marks, and what the template wrote around the marks."""
 
@@ -93,7 +93,7 @@ class Place(NamedTuple):
     """Its characters [start, end)."""
     before: str
     after: str
-    """What the template writes between the value and its neighbours."""
+    """The text of the template between the value and its neighbours."""
 
 
 class Span(NamedTuple):
@@ -384,7 +384,7 @@ def _closing(template: Template, marked: _Marked, tools: Tools, last: Place, aft
 
 
 def _pieces(template: Template, marked: _Marked, messages: list[Message], tools: Tools) -> list[str]:
-    """What a rendering has between its marks, and their numbers; empty if the template refuses the messages."""
+    """The texts between the marks of a rendering, and their numbers; empty if the template refuses the messages."""
     try:
         return marked.pattern.split(template.render(messages, tools))
     except DataError:
@@ -394,7 +394,7 @@ def _pieces(template: Template, marked: _Marked, messages: list[Message], tools:
 def _written_after(
     template: Template, marked: _Marked, messages: list[Message], tools: Tools, number: int
 ) -> str | None:
-    """What follows a value in the rendering of these messages; None if it is not there."""
+    """The text that follows a value in the rendering of these messages; None if it is not there."""
     pieces = _pieces(template, marked, messages, tools)
     return next((pieces[at + 1] for at in range(1, len(pieces), 2) if int(pieces[at]) == number), None)
 

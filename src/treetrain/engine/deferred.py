@@ -65,7 +65,7 @@ class DeferredGradient(Tensor):
             raise RuntimeError(deferral.error)
 
     def _moved(self, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> "DeferredGradient":
-        """What stands in ``.grad`` once `nn.Module.to` has moved the parameter, and moves its gradient next.
+        """The stand-in in ``.grad`` once `nn.Module.to` has moved the parameter, and moves its gradient next.
 
         An error would leave the model half moved. What waits cannot run any more, and says so when it is needed.
         """

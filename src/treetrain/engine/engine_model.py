@@ -523,7 +523,7 @@ class EngineModel:
         self._saved[self._place(counts)] = saved_token
 
     def _place(self, counts: ModelCounts) -> tuple[object, ...]:
-        """What the measured bytes depend on: the device, and by its counts the model, its dtype and checkpointing."""
+        """The key of the measured bytes: the device, and by its counts the model, its dtype and checkpointing."""
         return self.device, counts.dtype_bytes, counts.saved_token, counts.saved_layers, counts.saved_pass
 
     @property

@@ -28,12 +28,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.device_arrays import on_device
+from treetrain.device_arrays import Rows, add_rows, put_rows, rows_on, take_rows
 from treetrain.errors import UnsupportedModel
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
-
-Rows = slice | Int64[Tensor, " rows"]
-"""Rows of a buffer: a slice where they are consecutive, else indices."""
 
 
 @dataclass(slots=True)
@@ -389,36 +386,6 @@ class _Attend(torch.autograd.Function):
 
 
 # ---- rows of buffers
-
-
-def rows_on(device: torch.device, rows: Int64[np.ndarray, " rows"]) -> Rows:
-    """A slice if the rows are consecutive, else a tensor of indices on the device."""
-    if len(rows) == 0:
-        return slice(0, 0)
-    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return on_device(rows, device)
-
-
-def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
-    """Rows of a tensor; a view if they are consecutive."""
-    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
-
-
-def put_rows(tensor: Tensor, rows: Rows, source: Tensor) -> None:
-    """Write rows of a tensor, in its dtype."""
-    if isinstance(rows, slice):
-        tensor[rows] = source
-    else:
-        tensor.index_copy_(0, rows, source.to(tensor.dtype))
-
-
-def add_rows(tensor: Tensor, rows: Rows, source: Tensor) -> None:
-    """Add to rows of a tensor, in its dtype; a row may occur several times."""
-    if isinstance(rows, slice):
-        tensor[rows] += source
-    else:
-        tensor.index_add_(0, rows, source.to(tensor.dtype))
 
 
 def _grown(tensor: Tensor, rows: int) -> Tensor:

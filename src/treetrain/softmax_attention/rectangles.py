@@ -23,17 +23,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treetrain.device_arrays import on_device, to_device
+from treetrain.device_arrays import Rows, add_rows, on_device, put_rows, rows_on, take_rows, to_device
 from treetrain.softmax_attention.kv_cache import (
     CachedAttention,
     Inputs,
     KVCacheView,
-    Rows,
-    add_rows,
-    put_rows,
-    rows_on,
     sink_gradient,
-    take_rows,
 )
 from treetrain.softmax_attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
 from treetrain.tree.layout import FULL, AttentionRange

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
-from treetrain.device_arrays import to_device
+from treetrain.device_arrays import rows_on, to_device
 from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
 from treetrain.softmax_attention.merge_tables import Sums
 from treetrain.softmax_attention.merging import merging
@@ -345,14 +345,8 @@ class VarlenAttention(CachedAttention):
 def _on_device(call: Call, device: torch.device) -> DeviceCall:
     query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
     longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
-    queries, keys = _rows(call.queries, device), _rows(call.keys, device)
+    queries, keys = rows_on(device, call.queries), rows_on(device, call.keys)
     return DeviceCall(queries, keys, query_offsets, key_offsets, longest, call.causal)
-
-
-def _rows(tokens: Int64[np.ndarray, " n"], device: torch.device) -> slice | Tensor:
-    if len(tokens) and (np.diff(tokens) == 1).all():
-        return slice(int(tokens[0]), int(tokens[-1]) + 1)
-    return to_device([tokens], device)[0]
 
 
 def _taken(x: Tensor, rows: slice | Tensor, dim: int = 0) -> Tensor:

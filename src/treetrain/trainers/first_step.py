@@ -77,7 +77,7 @@ _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_label
 
 
 class Answer(NamedTuple):
-    """What a tree gave for the call, under one plan."""
+    """The answer of a tree to the call, under one plan."""
 
     scores: Tensor
     """Log-probabilities [B, L - 1], or rewards."""
@@ -422,7 +422,7 @@ class FirstStep:
 
     @property
     def _advice(self) -> str:
-        """What to do where shared prefixes are wrong."""
+        """Advice where shared prefixes are wrong."""
         return advice(self._engine.model, WITHOUT)
 
 

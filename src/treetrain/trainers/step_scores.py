@@ -44,7 +44,7 @@ graphs need more memory; if they do not fit, the forward runs twice."""
 
 
 class Ask(NamedTuple):
-    """What a call asks for."""
+    """The model and the settings that a call asks with."""
 
     model: int
     """The identity of the model."""

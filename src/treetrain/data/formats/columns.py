@@ -5,9 +5,9 @@ Each reader gives a record the names of TRL's columns and leaves the rest to `co
 
 import hashlib
 import json
-import math
 
 from treetrain.data.formats.conversations import read_completion, read_preference, read_sharegpt, untrained
+from treetrain.data.formats.tokens import summed_reward
 from treetrain.data.records import Json, Notes, Record, field, first_of, look_up, objects
 from treetrain.errors import DataError, quoted
 
@@ -42,11 +42,7 @@ def read_instructions(record: Record, notes: Notes) -> list[Record]:
 def read_answers(record: Record, notes: Notes) -> list[Record]:
     """A prompt and its answer, texts or messages, with a reward: SkyRL's evaluations, and tables of OpenRLHF."""
     prompt, answer = (next(name for name in names if name in record) for names in (PROMPTS, COMPLETIONS))
-    score = first_of(record, "reward", "score")
-    if isinstance(score, list):  # SkyRL's rewards per token
-        if not all(isinstance(one, int | float) for one in score):
-            raise DataError(f"`score` is {quoted(score)}, expected a number or one for each token")
-        score = math.fsum(score)
+    score = summed_reward(first_of(record, "reward", "score"))
     if answer == "output_response":
         notes.add("SkyRL decodes the ids that it sampled, so the texts are tokenised again")
     known = _without(record, prompt, answer, "reward", "score")

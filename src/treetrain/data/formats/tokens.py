@@ -298,13 +298,18 @@ def read_steps(record: Record, notes: Notes) -> list[Record]:
     return _batch(record, len(prompts)) if isinstance(look_up(prompts, "0"), list) else [_step(record)]
 
 
+def summed_reward(reward: Json) -> Json:
+    """The reward of a row, which SkyRL logs for each token; raises DataError for a list of anything but numbers."""
+    if not isinstance(reward, list):
+        return reward
+    if not all(isinstance(one, int | float) for one in reward):
+        raise DataError(f"the reward is {quoted(reward)}, expected a number or one for each token")
+    return math.fsum(reward)
+
+
 def _step(record: Record) -> dict[str, Json]:
     row = sampled_row(record, *(first_path(record, *one) for one in (PROMPT_IDS, ANSWER_IDS, LOGPROBS, ANSWER_MASK)))
-    reward = first_of(record, "reward", "rewards", "score")
-    if isinstance(reward, list):  # SkyRL's rewards per token
-        if not all(isinstance(one, int | float) for one in reward):
-            raise DataError(f"the reward is {quoted(reward)}, expected a number or one for each token")
-        reward = math.fsum(reward)
+    reward = summed_reward(first_of(record, "reward", "rewards", "score"))
     trajectory, group = first_path(record, *EPISODE), first_path(record, *GROUP)
     if isinstance(trajectory, Mapping):  # SkyRL's `TrajectoryID`
         group = trajectory.get("instance_id") if group is None else group

@@ -66,7 +66,7 @@ _STOCK = ("transformers", "torch", "peft", "treetrain", "bitsandbytes", "torchao
 
 
 class Engine(Protocol):
-    """What is needed here of a `TreeEngine`."""
+    """The part of a `TreeEngine` that is needed here."""
 
     merge: bool
     check: bool
@@ -490,7 +490,7 @@ def _name_of(hook: object) -> str:
 
 
 def users_own(model: nn.Module, module: nn.Module | None = None) -> list[str]:
-    """What users have put on a model, or on one module: hooks, forwards, modules and attention of their own."""
+    """The additions of users to a model, or to one module: hooks, forwards, modules and attention of their own."""
     found = users_hooks(model, module)
     for name, each in model.named_modules() if module is None else [("", module)]:
         kind, place = type(each), f" on {name}" if name else ""
@@ -506,7 +506,7 @@ def users_own(model: nn.Module, module: nn.Module | None = None) -> list[str]:
 
 
 def advice(model: nn.Module, without: str) -> str:
-    """What to do about a model that is not exact on a tree."""
+    """Advice on a model that is not exact on a tree."""
     own = users_own(model)
     if not own:
         return f"{without} and report this model"
