@@ -20,7 +20,11 @@ import rows as result_rows
 import treetrain as tt
 from dispatch import codet_humaneval, tau_airline_calls
 from tree_build import rollouts
-from treetrain.planning.collective_order import (
+from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.devices import DEVICES
+from treetrain.core.tree.layout import PackedLayout, pack
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.parallel.collective_order import (
     Candidate,
     Passes,
     candidates,
@@ -28,13 +32,9 @@ from treetrain.planning.collective_order import (
     offers_of,
     order_seconds,
 )
-from treetrain.planning.cost import CostModel, ModelShape
-from treetrain.planning.devices import DEVICES
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.simulate import state_bytes
 from treetrain.simulation.splits import Split
-from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import TokenTree, build_tree
 from workloads import DATA, tokenizer
 
 RANKS, BUDGETS = (2, 4, 8, 64), (None, 8_192, 16_384, 32_768)

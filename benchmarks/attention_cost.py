@@ -14,9 +14,9 @@ import torch
 
 import rows
 import treetrain as tt
-from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.tree.layout import PackedLayout, pack
+from treetrain.core.attention.rectangles import RectangleAttention
+from treetrain.core.attention.schedule import Forest
+from treetrain.core.tree.layout import PackedLayout, pack
 from workloads import load_workload
 
 HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15

@@ -26,9 +26,9 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.linear import LinearEngine
-    from treetrain.planning.plan import heights
-    from treetrain.verification.bench import PaddedEngine
+    from treetrain.check.bench import PaddedEngine
+    from treetrain.check.linear_engine import LinearEngine
+    from treetrain.core.planning.plan import heights
 
     rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -79,10 +79,10 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
 
 def _ideal(tree, model, layout, budget: int) -> float:
     """FLOPs of the rows over those of the tree with the forward of the least recomputed tokens counted twice."""
-    from treetrain.engine.costs import count
-    from treetrain.planning.plan import heights
-    from treetrain.tree.layout import pairs_at
-    from treetrain.tree.stats import linear_work, tree_work
+    from treetrain.core.planning.plan import heights
+    from treetrain.core.tree.layout import pairs_at
+    from treetrain.models.costs import count
+    from treetrain.models.work import linear_work, tree_work
 
     shape = count(model)
     twice = heights(layout) > budget

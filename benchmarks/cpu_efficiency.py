@@ -18,10 +18,10 @@ def measure(name: str, repeats: int, memory: bool) -> None:
 
     import treetrain as tt
     from memory import peak_step_bytes
-    from treetrain.engine.engine import TreeEngine
-    from treetrain.engine.linear import LinearEngine
-    from treetrain.tree.stats import distinct_rows
-    from treetrain.verification.bench import PaddedEngine, bench
+    from treetrain.check.bench import PaddedEngine, bench
+    from treetrain.check.linear_engine import LinearEngine
+    from treetrain.core.engine.engine import TreeEngine
+    from treetrain.models.work import distinct_rows
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows.keep_memory()

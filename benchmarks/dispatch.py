@@ -20,9 +20,9 @@ import numpy as np
 import rows as result_rows
 import treetrain as tt
 from planning import PRICES, batches
-from treetrain.planning.balance import PASS_TOKENS, dispatch
-from treetrain.tree.layout import pack
-from treetrain.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.layout import pack
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.parallel.balance import PASS_TOKENS, dispatch
 from workloads import DATA, _codet_rows, tokenizer
 
 RANKS = (2, 4, 8, 16, 64)

@@ -92,8 +92,8 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     """Benchmark one model in this process and append its row."""
     import torch
 
+    from treetrain.check.bench import bench
     from treetrain.losses import sft
-    from treetrain.verification.bench import bench
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows.keep_memory()

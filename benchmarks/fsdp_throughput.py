@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.engine.costs import cost_if_countable
 from treetrain.losses import sft
-from treetrain.planning.balance import dispatch
+from treetrain.models.costs import cost_if_countable
+from treetrain.parallel.balance import dispatch
 from workloads import load_workload, model_30m
 
 SIZE, WARMUP = 2, 1

@@ -38,19 +38,19 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 import treetrain as tt
 from tree_shapes import load, rows_of, synthetic
-from treetrain.engine import lm_head
-from treetrain.engine.linear import LinearEngine
-from treetrain.engine.lm_head import ENVIRONMENT as HEAD
-from treetrain.engine.lm_head import Edges, ScoreRequest, score_edges
-from treetrain.planning.devices import Device
-from treetrain.softmax_attention.attention import BACKENDS, AttentionTree, runnable
-from treetrain.softmax_attention.attention import ENVIRONMENT as ATTENTION
-from treetrain.softmax_attention.reference import reference_attention
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
-from treetrain.softmax_attention.self_check import failure_of_backend
-from treetrain.tree.layout import AttentionRange, pack
-from treetrain.tree.stats import cheapest_rows, linear_work, tree_work
-from treetrain.tree.token_tree import build_tree
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.core.attention.attention import BACKENDS, AttentionTree, runnable
+from treetrain.core.attention.attention import ENVIRONMENT as ATTENTION
+from treetrain.core.attention.reference import reference_attention
+from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.core.head import lm_head
+from treetrain.core.head.lm_head import ENVIRONMENT as HEAD
+from treetrain.core.head.lm_head import Edges, ScoreRequest, score_edges
+from treetrain.core.planning.devices import Device
+from treetrain.core.tree.layout import AttentionRange, pack
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.kernels.attention_check import failure_of_backend
+from treetrain.models.work import cheapest_rows, linear_work, tree_work
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -827,7 +827,7 @@ def block_sizes(out: Out) -> None:
     if "triton" not in runnable(DEVICE):
         return out.say("Triton's kernels cannot run here")
     layout = pack(build_tree(rows_of(synthetic(0.6, 48 if out.smoke else 8192, leaves=6), 30_000)), trim=False)
-    from treetrain.softmax_attention.triton_attention import SHAPES
+    from treetrain.kernels.triton_attention import SHAPES
     from triton_shapes import candidates  # needs Triton
 
     for heads_name, heads in HEADS.items():

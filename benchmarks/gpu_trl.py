@@ -23,9 +23,9 @@ from torch import Tensor
 
 import gpu_cases as gpu
 import treetrain as tt
-from treetrain.engine.costs import count
+from treetrain.models.costs import count
+from treetrain.models.work import ideal_speedup
 from treetrain.trainers import share_prefixes
-from treetrain.tree.stats import ideal_speedup
 
 ROWS = "tau_airline 48"
 

@@ -28,7 +28,7 @@ def measure(work: str, repeats: int, dry_run: bool) -> None:
 
     import treetrain as tt
     from tree_shapes import load, rows_of
-    from treetrain.verification.bench import bench
+    from treetrain.check.bench import bench
     from workloads import VOCAB, model_30m
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

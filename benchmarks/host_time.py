@@ -64,7 +64,7 @@ def measure(
     import torch
 
     import treetrain as tt
-    from treetrain.engine.executor import Executor
+    from treetrain.core.engine.executor import Executor
 
     torch.set_num_threads(1)
     model = narrow_model(lora=lora, checkpointed=checkpointed)

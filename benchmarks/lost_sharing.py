@@ -24,13 +24,13 @@ import numpy as np
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.inspection.diagnosis import diagnose
-from treetrain.planning.cost import ModelShape
-from treetrain.tree.stats import linear_work, tree_work
+from treetrain.core.planning.cost import ModelShape
+from treetrain.logs.inspection.diagnosis import diagnose
+from treetrain.models.work import linear_work, tree_work
 from workloads import DATA, tokenizer
 
 COUNTS = ModelShape.named("qwen3-8b").counts()
-CHATML = files("treetrain.data").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
+CHATML = files("treetrain.logs").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
 LONGEST = 5000
 """Tokens of a row that is cut off."""
 COMPACTED, KEPT = 14, 6

@@ -22,7 +22,7 @@ from torch import nn
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.planning.make import Bytes
+from treetrain.core.planning.make import Bytes
 from workloads import DATA, load_workload, model_30m
 
 LEAVES, PATH = 64, 4096
@@ -130,8 +130,8 @@ def _status_bytes(field: str) -> int:
 
 def measure(case: str) -> None:
     """Append one row per budget."""
-    from treetrain.engine.engine import TreeEngine
-    from treetrain.engine.linear import LinearEngine
+    from treetrain.check.linear_engine import LinearEngine
+    from treetrain.core.engine.engine import TreeEngine
 
     model, trajectories = load(case)
     longest = [max(trajectories, key=len)]

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 import rows
 from tree_shapes import load, rows_of, synthetic
-from treetrain.softmax_attention import merge_kernels, merging, varlen
-from treetrain.softmax_attention.kv_cache import Inputs
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, Forest
-from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
-from treetrain.tree.layout import pack
-from treetrain.tree.token_tree import build_tree
+from treetrain.core.attention.kv_cache import Inputs
+from treetrain.core.attention.schedule import PLAIN_ATTENTION, Forest
+from treetrain.core.tree.layout import pack
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.kernels import merge_kernels, merging, varlen
+from treetrain.kernels.varlen import VarlenAttention, pieces_of
 
 HEADS, GROUPS, SIZE = 16, 8, 128
 META = torch.device("meta")

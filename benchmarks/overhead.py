@@ -33,7 +33,7 @@ def measure(name: str, steps: int) -> None:
     from transformers import TrainerCallback
 
     import treetrain as tt
-    from treetrain.engine.executor import Executor
+    from treetrain.core.engine.executor import Executor
     from treetrain.models.loading import load_model, load_tokenizer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

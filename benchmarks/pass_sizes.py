@@ -26,7 +26,7 @@ def main() -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.linear import LinearEngine
+    from treetrain.check.linear_engine import LinearEngine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)

@@ -19,7 +19,7 @@ from typing import Any
 import rows as result_rows
 import treetrain as tt
 from inspect_scale import write_rows
-from treetrain.data.files import read_records
+from treetrain.logs.files import read_records
 from workloads import DATA, tokenizer
 
 

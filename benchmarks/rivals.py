@@ -42,8 +42,8 @@ import rows as result_rows
 import treetrain as tt
 from memory import _status_bytes, _touch_weights_and_gradients
 from tree_shapes import load, rows_of
-from treetrain.engine.linear import LinearEngine
-from treetrain.tree.stats import cheapest_rows, linear_work, tree_work
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.models.work import cheapest_rows, linear_work, tree_work
 from workloads import VOCAB, qwen3_model
 
 WORKS = {

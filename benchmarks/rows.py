@@ -161,7 +161,7 @@ def report(name: str, row: dict[str, Any], *, dry_run: bool = False) -> None:
 
 
 def of_bench(report: Any) -> dict[str, Any]:
-    """The columns of a `treetrain.verification.bench.BenchReport` that every benchmark of a speed-up has."""
+    """The columns of a `treetrain.check.bench.BenchReport` that every benchmark of a speed-up has."""
     return {
         "trajectories": report.trajectories,
         "flat_tokens": report.flat_tokens,

@@ -120,8 +120,8 @@ def train(rank: int, size: int, way: str, drawn: list, steps: int) -> dict[bool,
 def measure(way: str, steps: int, dry_run: bool, **options: int) -> None:
     """Time one way and append a row."""
     import treetrain as tt
-    from treetrain.engine.costs import count
-    from treetrain.tree.stats import linear_work, tree_work
+    from treetrain.models.costs import count
+    from treetrain.models.work import linear_work, tree_work
 
     if "deepspeed" in WAYS[way] and importlib.util.find_spec("deepspeed") is None:
         print(f"left out: {way}, since deepspeed is not installed")

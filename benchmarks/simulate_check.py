@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import rows as result_rows
-from treetrain.planning.cost import CostModel
-from treetrain.planning.devices import DEVICES, Device
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.devices import DEVICES, Device
+from treetrain.core.tree.token_tree import build_tree
 from treetrain.simulation.simulate import OPTIMISER_BYTES, Simulation, simulate
 from treetrain.simulation.splits import Split
-from treetrain.tree.token_tree import build_tree
 from workloads import DATA, VOCAB, load_workload
 
 TASK = "tau_airline_calls"
@@ -82,7 +82,7 @@ def calibrated(rank: int, size: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from links import measured_links
-    from treetrain.verification.bench import measured_cost
+    from treetrain.check.bench import measured_cost
 
     model = small_model()
     dist.barrier()
@@ -123,8 +123,8 @@ def steps(rank: int, size: int, parallel: str, batch: list[Any], repeats: int, f
     from transformers.distributed.configuration_utils import DistributedConfig
 
     import treetrain as tt
-    from treetrain.engine.costs import cost_of
-    from treetrain.planning.balance import dispatch
+    from treetrain.models.costs import cost_of
+    from treetrain.parallel.balance import dispatch
 
     small_model()  # loads what a model needs besides its weights
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
@@ -196,7 +196,7 @@ def compared(
     size: int, parallel: str, tree: Any, told: list[dict[str, Any]], found: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """A row: predicted beside measured. Raises RuntimeError where counts differ."""
-    from treetrain.engine.costs import cost_of
+    from treetrain.models.costs import cost_of
     from treetrain.simulation.rank_plans import plan_ranks
 
     cost, split, preset = cost_of(small_model()), splits(size)[parallel], Device.of_kind("cpu", 4)

@@ -63,11 +63,11 @@ def measure(work: str, rounds: int) -> list[dict[str, str]]:
     """A row for every way of running a work."""
     import torch
 
-    from treetrain.engine.costs import count
-    from treetrain.engine.linear import LinearEngine
-    from treetrain.planning.cost import budget_share
-    from treetrain.tree.stats import ideal_speedup
-    from treetrain.verification.bench import PaddedEngine
+    from treetrain.check.bench import PaddedEngine
+    from treetrain.check.linear_engine import LinearEngine
+    from treetrain.core.planning.cost import budget_share
+    from treetrain.models.costs import count
+    from treetrain.models.work import ideal_speedup
 
     model, batch = model_11m(), load(work)
     tree, shape = tt.build_tree(batch), count(model)

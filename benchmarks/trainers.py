@@ -193,9 +193,9 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.costs import count
-    from treetrain.planning.cost import budget_share
-    from treetrain.tree.stats import ideal_speedup
+    from treetrain.core.planning.cost import budget_share
+    from treetrain.models.costs import count
+    from treetrain.models.work import ideal_speedup
 
     rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -12,8 +12,8 @@ import tracemalloc
 import numpy as np
 
 import rows as result_rows
-from treetrain.tree.stats import tree_stats
-from treetrain.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.models.work import tree_stats
 
 REPEATS = 7
 GROUP = 16

@@ -52,7 +52,7 @@ def compiled(kernel: Any, dtype: str, size: int, shape: Any, value_size: int | N
         value_size: None for that of queries.
         flags: CAPPED, LOCAL, SINKS, and TF32, which is how products of float32 are made.
     """
-    from treetrain.softmax_attention.triton_attention import _power
+    from treetrain.kernels.triton_attention import _power
 
     value_size, tf32 = size if value_size is None else value_size, flags.pop("TF32", False)
     values: dict[str, Any] = {"HEADS": 16, "GROUPS": 8, "SIZE": size, "VALUE_SIZE": value_size}
@@ -83,7 +83,7 @@ def _for_hopper(kernel: Any, signature: Any, constants: Any, attributes: Any, **
 
 def compiled_head(kernel: Any, dtype: str, *, entropy: bool) -> Any:
     """A kernel of the LM head as Triton compiles it for sm_90, for a vocabulary that is a multiple of 16."""
-    from treetrain.engine.lm_head_kernels import BLOCK, WARPS
+    from treetrain.kernels.lm_head_kernels import BLOCK, WARPS
 
     types = {"logits_ptr": f"*{dtype}", "first_ptr": "*i64", "target_ptr": "*i64", "factor": "fp32"}
     types |= {"stride": "i32", "vocabulary": "i32"}
@@ -97,8 +97,8 @@ def compiled_head(kernel: Any, dtype: str, *, entropy: bool) -> Any:
 
 def compiled_merge(kernel: Any, dtype: str, heads: int, size: int, *, sums: bool, several: bool) -> Any:
     """A kernel that merges pieces, or adds them up, as Triton compiles it for sm_90."""
-    from treetrain.softmax_attention.merge_kernels import WARPS, block_rows
-    from treetrain.softmax_attention.triton_attention import _power
+    from treetrain.kernels.merge_kernels import WARPS, block_rows
+    from treetrain.kernels.triton_attention import _power
 
     constants = {"HEADS": heads, "SIZE": size, "BLOCK_D": _power(size), "BLOCK_ROWS": block_rows(size), "SUMS": sums}
     constants = {name: value for name, value in (constants | {"SEVERAL": several}).items() if name in kernel.arg_names}
@@ -176,7 +176,7 @@ def report_attention(report: Report, sizes: list[int], dtypes: list[str], *, eve
     """Full attention, in the default block sizes or every candidate."""
     import torch
 
-    from treetrain.softmax_attention import triton_kernels
+    from treetrain.kernels import triton_kernels
     from triton_shapes import candidates
 
     for name, size in itertools.product(dtypes, sizes):
@@ -191,8 +191,8 @@ def report_others(report: Report) -> None:
     """Layers of other kinds, in the default block sizes."""
     import torch
 
-    from treetrain.softmax_attention import triton_kernels
-    from treetrain.softmax_attention.triton_attention import shapes_for
+    from treetrain.kernels import triton_kernels
+    from treetrain.kernels.triton_attention import shapes_for
 
     for name, size, value_size, flags in OTHERS:
         shapes = shapes_for(max(size, value_size), getattr(torch, name))
@@ -207,7 +207,7 @@ def report_others(report: Report) -> None:
 
 def report_head(report: Report, dtypes: list[str]) -> None:
     """The LM head's softmax."""
-    from treetrain.engine import lm_head_kernels
+    from treetrain.kernels import lm_head_kernels
 
     for name, kernel_name, entropy in itertools.product(dtypes, ("statistics", "gradient"), (False, True)):
         kernel = getattr(lm_head_kernels, f"{kernel_name}_kernel")
@@ -217,7 +217,7 @@ def report_head(report: Report, dtypes: list[str]) -> None:
 
 def report_merges(report: Report) -> None:
     """The kernels around varlen calls, of queries (16 heads) and of keys (8)."""
-    from treetrain.softmax_attention import merge_kernels
+    from treetrain.kernels import merge_kernels
 
     for name, size in (("bfloat16", 64), ("bfloat16", 80), ("bfloat16", 128), ("bfloat16", 256), ("float16", 128)):
         for sums in (False, True):

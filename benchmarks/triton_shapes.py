@@ -2,7 +2,7 @@
 
 import torch
 
-from treetrain.softmax_attention.triton_attention import Shape, Shapes, shapes_for
+from treetrain.kernels.triton_attention import Shape, Shapes, shapes_for
 
 # (queries, keys, warps, stages) of the three kernels, by largest head size and bytes per number. All fit a Hopper
 # multiprocessor (228 KB of shared memory).

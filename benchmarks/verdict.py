@@ -36,10 +36,10 @@ def measure(name: str, repeats: int) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.costs import cost_of
-    from treetrain.inspection.report import Shape, inspect_rows
-    from treetrain.tree.stats import cheapest_rows
-    from treetrain.verification.bench import LinearEngine, PaddedEngine, bench
+    from treetrain.check.bench import LinearEngine, PaddedEngine, bench
+    from treetrain.logs.inspection.report import Shape, inspect_rows
+    from treetrain.models.costs import cost_of
+    from treetrain.models.work import cheapest_rows
 
     torch.set_num_threads(1)
     rows.keep_memory()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import treetrain as tt
-from treetrain.inspection.picture import Picture, draw
+from treetrain.logs.inspection.picture import Picture, draw
 
 ROOT = Path(__file__).parents[1]
 GAMES = 8

@@ -35,7 +35,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def module_name(path: Path) -> str:
-    """treetrain.engine.score for .../engine/score.py, treetrain.engine for .../engine/__init__.py."""
+    """treetrain.core.engine.score for .../engine/score.py, treetrain.engine for .../engine/__init__.py."""
     parts = ["treetrain", *path.relative_to(SOURCE).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -90,7 +90,7 @@ def test_a_file_imports_its_own_layer_and_those_below(path):
         assert other is None or other in allowed, f"{path.name} ({own}) imports {name}, which is above it"
 
 
-PROTOCOL = {"treetrain.engine.loss", "treetrain.engine.facts"}
+PROTOCOL = {"treetrain.core.losses", "treetrain.core.engine.facts"}
 
 
 def test_the_engine_knows_no_losses_and_losses_only_its_protocol():
@@ -150,7 +150,7 @@ def test_attention_knows_no_plans():
 def test_the_fast_paths_never_import_the_specification():
     for path in FILES:
         if path.name not in ("reference.py", "self_check.py"):  # a backend's check runs once, beside the fast path
-            assert not {"treetrain.softmax_attention.reference", "treetrain.linear_attention.reference"} & imports(
+            assert not {"treetrain.core.attention.reference", "treetrain.layers.recurrence.reference"} & imports(
                 path
             ), path
 

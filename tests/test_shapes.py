@@ -8,8 +8,8 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from support import shapes
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.softmax_attention.tile_lists import keys_of
+from treetrain.core.attention.schedule import Forest
+from treetrain.kernels.tile_lists import keys_of
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_nothing_is_checked_outside_pytest() -> None:
     code = """
 import sys
 import numpy as np
-from treetrain.softmax_attention.schedule import Forest
+from treetrain.core.attention.schedule import Forest
 Forest(ends=np.zeros(1), depth=np.zeros((2, 2)), segment_start=None, segment_parent=0)
 assert "beartype" not in sys.modules and not hasattr(Forest.__init__, "__wrapped__")
 """

@@ -14,7 +14,7 @@ from treetrain.testing import SFT, check_contract
 def without_shrinking(monkeypatch):
     """A failure counts as found; hypothesis need not look for a smaller one."""
     monkeypatch.setattr(
-        "treetrain.testing.contract.runs",
+        "treetrain.check.contract.runs",
         lambda examples, **_: settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate]),
     )
 

@@ -7,38 +7,38 @@ __version__ = "0.2.0"
 
 # Names are imported on first use: data and trees work without torch, and the command line starts fast.
 _PUBLIC = {
-    "DataError": "treetrain.errors",
-    "RanksDisagree": "treetrain.errors",
-    "UnsupportedModel": "treetrain.errors",
-    "Trajectory": "treetrain.data.trajectory",
-    "group_advantages": "treetrain.data.advantages",
-    "from_messages": "treetrain.data.load",
-    "load": "treetrain.data.load",
-    "TokenTree": "treetrain.tree.token_tree",
-    "build_tree": "treetrain.tree.token_tree",
-    "ModelShape": "treetrain.planning.cost",
-    "CostModel": "treetrain.planning.cost",
-    "Plan": "treetrain.planning.plan",
-    "dispatch": "treetrain.planning.balance",
-    "make_plan": "treetrain.planning.make",
-    "stats": "treetrain.planning.cost",
+    "DataError": "treetrain.core.errors",
+    "RanksDisagree": "treetrain.core.errors",
+    "UnsupportedModel": "treetrain.core.errors",
+    "Trajectory": "treetrain.core.tree.trajectory",
+    "group_advantages": "treetrain.logs.advantages",
+    "from_messages": "treetrain.logs.load",
+    "load": "treetrain.logs.load",
+    "TokenTree": "treetrain.core.tree.token_tree",
+    "build_tree": "treetrain.core.tree.token_tree",
+    "ModelShape": "treetrain.core.planning.cost",
+    "CostModel": "treetrain.core.planning.cost",
+    "Plan": "treetrain.core.planning.plan",
+    "dispatch": "treetrain.parallel.balance",
+    "make_plan": "treetrain.core.planning.make",
+    "stats": "treetrain.core.planning.cost",
     "load_model": "treetrain.models.loading",
     "load_tokenizer": "treetrain.models.loading",
-    "StepResult": "treetrain.engine.loss",
-    "TreeEngine": "treetrain.engine.engine",
-    "Scored": "treetrain.engine.score",
-    "logprobs": "treetrain.engine.autograd",
-    "rewards": "treetrain.engine.autograd",
-    "values": "treetrain.engine.autograd",
+    "StepResult": "treetrain.core.losses",
+    "TreeEngine": "treetrain.core.engine.engine",
+    "Scored": "treetrain.core.engine.score",
+    "logprobs": "treetrain.core.engine.autograd",
+    "rewards": "treetrain.core.engine.autograd",
+    "values": "treetrain.core.engine.autograd",
     "from_padded": "treetrain.trainers.batches",
     "from_packed": "treetrain.trainers.batches",
     "to_padded": "treetrain.trainers.batches",
     "to_packed": "treetrain.trainers.batches",
-    "attention": "treetrain.softmax_attention.attention",
-    "Packed": "treetrain.engine.own_model",
-    "PackedPart": "treetrain.engine.own_model",
-    "pack": "treetrain.engine.own_model",
-    "prediction_logprobs": "treetrain.engine.own_model",
+    "attention": "treetrain.core.attention.attention",
+    "Packed": "treetrain.own_model",
+    "PackedPart": "treetrain.own_model",
+    "pack": "treetrain.own_model",
+    "prediction_logprobs": "treetrain.own_model",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "token_logprobs": "treetrain.trainers.token_logprobs",
@@ -47,7 +47,7 @@ _PUBLIC = {
     "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
     "TreeArguments": "treetrain.trainers.arguments",
     "TreeTrainer": "treetrain.trainers.tree_trainer",
-    "verify": "treetrain.verification.verify",
+    "verify": "treetrain.check.verify",
 }
 _MODULES = {"losses"}
 
@@ -99,32 +99,35 @@ __all__ = [
 
 if TYPE_CHECKING:
     from treetrain import losses as losses
-    from treetrain.data.advantages import group_advantages as group_advantages
-    from treetrain.data.load import from_messages as from_messages
-    from treetrain.data.load import load as load
-    from treetrain.data.trajectory import Trajectory as Trajectory
-    from treetrain.engine.autograd import logprobs as logprobs
-    from treetrain.engine.autograd import rewards as rewards
-    from treetrain.engine.autograd import values as values
-    from treetrain.engine.engine import TreeEngine as TreeEngine
-    from treetrain.engine.loss import StepResult as StepResult
-    from treetrain.engine.own_model import Packed as Packed
-    from treetrain.engine.own_model import PackedPart as PackedPart
-    from treetrain.engine.own_model import pack as pack
-    from treetrain.engine.own_model import prediction_logprobs as prediction_logprobs
-    from treetrain.engine.score import Scored as Scored
-    from treetrain.errors import DataError as DataError
-    from treetrain.errors import RanksDisagree as RanksDisagree
-    from treetrain.errors import UnsupportedModel as UnsupportedModel
+    from treetrain.check.verify import verify as verify
+    from treetrain.core.attention.attention import attention as attention
+    from treetrain.core.engine.autograd import logprobs as logprobs
+    from treetrain.core.engine.autograd import rewards as rewards
+    from treetrain.core.engine.autograd import values as values
+    from treetrain.core.engine.engine import TreeEngine as TreeEngine
+    from treetrain.core.engine.score import Scored as Scored
+    from treetrain.core.errors import DataError as DataError
+    from treetrain.core.errors import RanksDisagree as RanksDisagree
+    from treetrain.core.errors import UnsupportedModel as UnsupportedModel
+    from treetrain.core.losses import StepResult as StepResult
+    from treetrain.core.planning.cost import CostModel as CostModel
+    from treetrain.core.planning.cost import ModelShape as ModelShape
+    from treetrain.core.planning.cost import stats as stats
+    from treetrain.core.planning.make import make_plan as make_plan
+    from treetrain.core.planning.plan import Plan as Plan
+    from treetrain.core.tree.token_tree import TokenTree as TokenTree
+    from treetrain.core.tree.token_tree import build_tree as build_tree
+    from treetrain.core.tree.trajectory import Trajectory as Trajectory
+    from treetrain.logs.advantages import group_advantages as group_advantages
+    from treetrain.logs.load import from_messages as from_messages
+    from treetrain.logs.load import load as load
     from treetrain.models.loading import load_model as load_model
     from treetrain.models.loading import load_tokenizer as load_tokenizer
-    from treetrain.planning.balance import dispatch as dispatch
-    from treetrain.planning.cost import CostModel as CostModel
-    from treetrain.planning.cost import ModelShape as ModelShape
-    from treetrain.planning.cost import stats as stats
-    from treetrain.planning.make import make_plan as make_plan
-    from treetrain.planning.plan import Plan as Plan
-    from treetrain.softmax_attention.attention import attention as attention
+    from treetrain.own_model import Packed as Packed
+    from treetrain.own_model import PackedPart as PackedPart
+    from treetrain.own_model import pack as pack
+    from treetrain.own_model import prediction_logprobs as prediction_logprobs
+    from treetrain.parallel.balance import dispatch as dispatch
     from treetrain.trainers.arguments import TreeArguments as TreeArguments
     from treetrain.trainers.batches import from_packed as from_packed
     from treetrain.trainers.batches import from_padded as from_padded
@@ -137,9 +140,6 @@ if TYPE_CHECKING:
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.token_logprobs import token_logprobs as token_logprobs
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
-    from treetrain.tree.token_tree import TokenTree as TokenTree
-    from treetrain.tree.token_tree import build_tree as build_tree
-    from treetrain.verification.verify import verify as verify
 
 
 def __getattr__(name: str) -> Any:

@@ -108,8 +108,8 @@ def test_the_cpu_kernels_are_compared_with_the_reference_and_a_gpus_are_announce
 
 def test_a_kernel_that_is_wrong_is_said_and_leaves_no_warning(treetrain, environment, monkeypatch, recwarn):
     pytest.importorskip("torch")
-    from treetrain import kernel_checks
-    from treetrain.softmax_attention import attention
+    from treetrain.core.attention import attention
+    from treetrain.kernels import checks as kernel_checks
 
     class Wrong(attention.RectangleAttention):
         def __call__(self, *given):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from treetrain.data.load import load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.load import load
 
 ESCAPE = "\x1b[2J\x9b31m\u202e"
 

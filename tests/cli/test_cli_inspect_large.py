@@ -2,7 +2,7 @@
 
 import json
 
-from treetrain.inspection.sample import Sampler
+from treetrain.logs.inspection.sample import Sampler
 
 
 def test_inspect_of_a_sample_says_so(treetrain, monkeypatch, tmp_path) -> None:

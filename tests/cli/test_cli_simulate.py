@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from treetrain.data.load import load
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.devices import DEVICES
+from treetrain.core.planning.cost import ModelShape
+from treetrain.core.planning.devices import DEVICES
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.logs.load import load
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import splits_of
-from treetrain.tree.token_tree import build_tree
 
 
 def test_the_figures_are_those_of_the_function_the_fastest_split_first(treetrain, token_file) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.models import FAMILIES, MAMBA, make_model
-from treetrain.testing.forests import VOCAB
+from treetrain.check.forests import VOCAB
 
 EXACT = [name for name in FAMILIES if name not in MAMBA]
 

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data.advantages import group_advantages
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.logs.advantages import group_advantages
 
 
 def rows(*rewards, group="g", episode=None):

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from treetrain.data.chat import ChatReader, Renderer
-from treetrain.data.messages import clean_messages, read_tools
-from treetrain.data.records import Notes, ReadSettings
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.chat import ChatReader, Renderer
+from treetrain.logs.messages import clean_messages, read_tools
+from treetrain.logs.records import Notes, ReadSettings
 
 ALL = ["chatml", "think_dropping", "plain", "strict", "think_opening"]
 

@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint, EntryPoints
 import numpy as np
 import pytest
 
-from treetrain.data.load import from_messages, load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.load import from_messages, load
 
 SYSTEM = "be brief"
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}

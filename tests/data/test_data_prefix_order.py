@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treetrain.data import columns as module
-from treetrain.data.columns import prefix_order
-from treetrain.data.trajectory import Trajectory
-from treetrain.tree.token_tree import build_tree
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.logs import columns as module
+from treetrain.logs.columns import prefix_order
 
 rows_of_files = st.lists(
     st.builds(

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from treetrain.data.load import from_messages, load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.load import from_messages, load
 
 
 def user(text):

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from treetrain.data.load import from_messages
-from treetrain.tree.token_tree import build_tree
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.logs.load import from_messages
 
 
 def as_blocks(messages):

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from treetrain.data.load import from_messages, load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.load import from_messages, load
 
 SAMPLES = Path(__file__).parent / "samples"
 # The ids of the two calls in every sample of token ids: prompt, answer, log-probabilities.
@@ -329,7 +329,7 @@ def test_a_key_that_no_reader_knows_is_named_with_its_path(read, tmp_path, monke
     at["colour_score"] = 1
     file = tmp_path / name
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    monkeypatch.setattr("treetrain.data.records.LISTED", 1000)
+    monkeypatch.setattr("treetrain.logs.records.LISTED", 1000)
     (note,) = [note for note in read(file).notes if "colour" in note]
     assert (
         note.startswith("keys that may say what to train and are not used: ") and f"'{named}colour_score' (1)" in note

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treetrain.data.files import MAGIC, read_records
-from treetrain.data.load import from_messages
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.files import MAGIC, read_records
+from treetrain.logs.load import from_messages
 
 SAMPLES = {
     path.name: [r for _, r in read_records(path)] for path in sorted((Path(__file__).parent / "samples").iterdir())

@@ -23,10 +23,10 @@ import pyarrow.parquet
 import pytest
 
 import treetrain as tt
-from treetrain.data import chat, files, records
-from treetrain.data.killable import ChildError, Killable
-from treetrain.data.load import load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs import chat, files, records
+from treetrain.logs.killable import ChildError, Killable
+from treetrain.logs.load import load
 
 ROW = b'{"input_ids": [1, 2, 3]}\n'
 
@@ -411,7 +411,7 @@ def test_a_template_that_makes_endless_text_is_refused_in_bounded_time_and_memor
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
     (tmp_path / "bomb.jinja").write_text(template)
     code = (
-        "import resource, sys, treetrain as tt; from treetrain.data import chat; chat.RENDER_SECONDS = 2; "
+        "import resource, sys, treetrain as tt; from treetrain.logs import chat; chat.RENDER_SECONDS = 2; "
         "tokenizer = tt.load_tokenizer('tiny')\n"
         "try: tt.load(sys.argv[1], tokenizer=tokenizer, chat_template=sys.argv[2])\n"
         "except tt.DataError as error: print(error)\n"
@@ -503,7 +503,7 @@ def test_gigabytes_in_one_buffer_are_refused_in_bounded_memory(tmp_path, codec):
         pyarrow.parquet.write_table(table, path, compression=codec, data_page_size=1 << 30, **options)
     assert path.stat().st_size < 1 << 25
     code = (
-        f"import re, sys, treetrain as tt; from treetrain.data import files; files.TABLE_BYTES = {limit}\n"
+        f"import re, sys, treetrain as tt; from treetrain.logs import files; files.TABLE_BYTES = {limit}\n"
         "try: tt.load(sys.argv[1])\n"
         "except tt.DataError as error: print(error)\n"
         "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"

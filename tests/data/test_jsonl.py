@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data.files import read_records
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.files import read_records
 
 
 def read(path):

@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from treetrain.data.advantages import group_advantages
-from treetrain.data.chat import chat_template_text
-from treetrain.data.load import from_messages, load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.advantages import group_advantages
+from treetrain.logs.chat import chat_template_text
+from treetrain.logs.load import from_messages, load
 
 TALK = {
     "messages": [
@@ -145,13 +145,13 @@ def loaded_by(code):
 
 
 def test_reading_imports_no_torch():
-    assert loaded_by("import treetrain.data.load").isdisjoint({"torch", "transformers"})
+    assert loaded_by("import treetrain.logs.load").isdisjoint({"torch", "transformers"})
 
 
 @pytest.mark.slow
 def test_a_training_step_imports_no_reader_of_logs():
     found = loaded_by("import treetrain as tt; tt.TreeEngine; tt.share_prefixes")
-    rooms = {name.removeprefix("treetrain.data.") for name in found if name.startswith("treetrain.data.")}
+    rooms = {name.removeprefix("treetrain.logs.") for name in found if name.startswith("treetrain.logs.")}
     assert "trajectory" in rooms and rooms <= {"trajectory", "columns", "advantages", "once", "images"}
 
 

@@ -7,8 +7,8 @@ import pytest
 from trl import chat_template_utils
 
 from data.test_trained_spans import reader, runs  # noqa: F401  # `reader` is a fixture
-from treetrain.data.load import from_messages, load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.load import from_messages, load
 
 FOLDER = Path(chat_template_utils.__file__).parent / "chat_templates"
 ASKED = {"role": "user", "content": "tree?"}

@@ -12,7 +12,7 @@ from PIL import Image
 
 import treetrain as tt
 from support.models import needs_transformers
-from treetrain.data.log_images import _placeholder
+from treetrain.logs.log_images import _placeholder
 
 needs_transformers("5.16", "processors have other classes")
 sys.path.append(str(Path(__file__).parents[1] / "trainers"))

@@ -7,8 +7,8 @@ import pytest
 
 import treetrain as tt
 from treetrain.cli import main
-from treetrain.data.once import count_once
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.once import count_once
 
 NODES = [
     {"id": "p", "tokens": [5, 6, 7], "loss_weights": 0, "key": "adapter"},

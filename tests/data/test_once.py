@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 import treetrain as tt
 from support.models import make_model
 from support.tree_runs import apart, run, small_model, steps
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
 from treetrain.cli import main
-from treetrain.data.once import count_once
-from treetrain.errors import DataError
-from treetrain.inspection.report import trained_again
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
+from treetrain.core.errors import DataError
+from treetrain.logs.inspection.report import trained_again
+from treetrain.logs.once import count_once
 
 # A prompt 1 2, the answer 3 4; its second call answers 7; another branch answers 5 in place of 4; a duplicate.
 ROWS = [

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from treetrain.data.load import from_messages, load
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.load import from_messages, load
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from treetrain.data.load import load
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.logs.load import load
 
 
 def assert_same_rows(found: list[Trajectory], expected: list[Trajectory]) -> None:

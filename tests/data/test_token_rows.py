@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data.formats.tokens import trajectory_from_token_row
-from treetrain.data.records import Notes
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.formats.tokens import trajectory_from_token_row
+from treetrain.logs.records import Notes
 
 
 def nested(depth):

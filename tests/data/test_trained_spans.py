@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from trl import chat_template_utils
 
-from treetrain.data.chat import SPECIAL, ChatReader
-from treetrain.data.messages import clean_messages
-from treetrain.data.records import Notes, ReadSettings
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.chat import SPECIAL, ChatReader
+from treetrain.logs.messages import clean_messages
+from treetrain.logs.records import Notes, ReadSettings
 
 FOLDER = Path(chat_template_utils.__file__).parent / "chat_templates"
 TRAINING = sorted(path.stem for path in FOLDER.glob("*_training.jinja"))

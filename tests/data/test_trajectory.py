@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.core.tree.trajectory import Trajectory
 
 NAN = float("nan")
 

@@ -21,10 +21,10 @@ from support.models import make_model
 from support.moe import at_random
 from support.plans import keeping_graphs as choice_of
 from support.plans import planned
-from treetrain.data.trajectory import Trajectory
-from treetrain.engine.linear import LinearEngine
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import VOCAB, with_random_facts
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import VOCAB, with_random_facts
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.core.tree.trajectory import Trajectory
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]
 Reduces = Literal["each", "last"]

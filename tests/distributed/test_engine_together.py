@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import treetrain as tt
 from support.models import make_model
 from support.processes import RankFailed
-from treetrain.testing.contract import PureFloat64
-from treetrain.verification.bench import measured_cost
+from treetrain.check.bench import measured_cost
+from treetrain.check.contract import PureFloat64
 
 DISAGREEMENTS = {
     "temperature": ("differ in the temperature: rank 0 has 1.0, rank 1 0.5", "rank 1 0.5"),

@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.executor import Executor
-from treetrain.engine.extensions import process_group as ranks_module
-from treetrain.engine.loss_gradients import ScoreTable
-from treetrain.testing.contract import PureFloat64
+from treetrain.check.contract import PureFloat64
+from treetrain.core.engine.executor import Executor
+from treetrain.core.engine.loss_gradients import ScoreTable
+from treetrain.parallel import process_group as ranks_module
 
 
 def _models(parallel: str, group: Any, **changes: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:

@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.costs import cost_of
-from treetrain.planning.balance import dispatch
-from treetrain.planning.cost import CostModel
-from treetrain.planning.devices import Device
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.devices import Device
+from treetrain.core.tree.layout import pack
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.models.costs import cost_of
+from treetrain.parallel.balance import dispatch
 from treetrain.simulation.rank_plans import RankPlans, plan_ranks
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import Split
-from treetrain.tree.layout import pack
-from treetrain.tree.token_tree import build_tree
 
 
 class Moved(TorchDispatchMode):

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.extensions.tensor_parallel import tensor_parallel_ranks
-from treetrain.errors import RanksDisagree
-from treetrain.testing.contract import PureFloat64
+from treetrain.check.contract import PureFloat64
+from treetrain.core.errors import RanksDisagree
+from treetrain.parallel.tensor_parallel import tensor_parallel_ranks
 
 
 def refusal(call: Any) -> str:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from support.fsdp_on_cpus import let_accelerate_shard
 from support.processes import Processes
 from support.tree_runs import SKIPPED, branching_rows, error, preference_rows, run, small_model, weights
-from treetrain.engine.extensions.process_group import is_sharded
+from treetrain.parallel.process_group import is_sharded
 from treetrain.trainers.checkpoints import whole_state
 
 GRPO = {"loss": "grpo", "loss_kwargs": {"kl": 0.05}, "updates_per_batch": 2, "minibatches": 2, "tokens_per_step": 240}

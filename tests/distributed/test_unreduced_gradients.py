@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from treetrain.engine.extensions import process_group
+from treetrain.parallel import process_group
 
 
 class BesideTheGradient:

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from support.processes import free_port
-from treetrain.engine.extensions import process_group as distributed
-from treetrain.errors import RanksDisagree
+from treetrain.core.errors import RanksDisagree
+from treetrain.parallel import process_group as distributed
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ import datetime, os, signal, sys
 import torch.distributed as dist
 from transformers import TrainingArguments
 import treetrain as tt
-from treetrain.engine.extensions import process_group
+from treetrain.parallel import process_group
 
 process_group.JOIN_TIMEOUT = datetime.timedelta(seconds=int(sys.argv[3]))
 if os.environ["RANK"] == "1":

@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_leaves
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.softmax_attention.reference import reference_attention
-from treetrain.testing.forests import bushy_rows
-from treetrain.tree.token_tree import build_tree
+from treetrain.check.forests import bushy_rows
+from treetrain.core.attention.reference import reference_attention
+from treetrain.core.tree.token_tree import build_tree
 
 TOKENS = 4000
 VOCABULARY = 30_000

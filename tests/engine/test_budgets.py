@@ -10,9 +10,9 @@ import torch
 import treetrain as tt
 from support.models import make_model
 from support.passes import unique_ids, watched
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import with_random_facts
 
 TRUNK = list(range(12))
 IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23], [*TRUNK, 24, 25], [*TRUNK[:5], 26, 27], [28, 29, 30]])
@@ -191,7 +191,7 @@ def test_a_copy_of_the_model_may_be_the_reference_policy_under_its_own_budget(mo
 def test_gradients_that_are_still_to_come_are_not_free_memory(monkeypatch):
     model = make_model("qwen3")
     engine = tt.TreeEngine(model)
-    monkeypatch.setattr("treetrain.engine.engine_model.free_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("treetrain.core.engine.engine_model.free_bytes", lambda device: 10_000_000)
     whole = sum(p.numel() * 4 for p in model.parameters())
     assert engine.prepared.free_bytes() == 10_000_000 - whole
     next(model.parameters()).requires_grad_(False)

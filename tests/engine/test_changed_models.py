@@ -8,11 +8,11 @@ from torch import nn
 import treetrain as tt
 from support.models import make_model
 from support.plans import planned
-from treetrain.engine.deferred import DeferredGradient
-from treetrain.engine.engine_model import _checksum
-from treetrain.errors import UnsupportedModel
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.core.engine.deferred import DeferredGradient
+from treetrain.core.engine.engine_model import _checksum
+from treetrain.core.errors import UnsupportedModel
 
 ROWS = [[1, 2, 3, 4, 20, 21], [1, 2, 3, 4, 20, 22, 23], [1, 2, 25], [30, 31]]
 

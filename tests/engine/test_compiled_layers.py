@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.models import tree_mode
-from treetrain.testing.linear import gradients, relative_error
+from treetrain.check.linear import gradients, relative_error
+from treetrain.core.hf import tree_mode
 
 _compile = torch.compile
 
@@ -92,8 +92,8 @@ def test_layers_compiled_by_inductor_hold_the_numerics_contract(compiled):
 def test_layers_are_compiled_on_a_gpu_by_default_and_never_under_a_users_hook(monkeypatch):
     model = make_model("qwen3")
     assert not tt.TreeEngine(model).prepared.compiles and tt.TreeEngine(model, compile_layers=True).prepared.compiles
-    monkeypatch.setattr("treetrain.engine.engine_model.model_device", lambda model: torch.device("cuda"))
-    monkeypatch.setattr("treetrain.engine.engine_model.free_bytes", lambda device: 1e9)
+    monkeypatch.setattr("treetrain.core.engine.engine_model.model_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr("treetrain.core.engine.engine_model.free_bytes", lambda device: 1e9)
     assert tt.TreeEngine(model).prepared.compiles and not tt.TreeEngine(model, compile_layers=False).prepared.compiles
     layer = model.model.layers[0]
     handle = layer.mlp.register_forward_hook(lambda *_: None)

@@ -13,18 +13,18 @@ from torch import nn
 import treetrain as tt
 from support import models
 from support.models import BASE, build, make_config, make_model, needs_transformers
-from treetrain.engine import costs
-from treetrain.engine.costs import cost_if_countable, cost_of, count, count_config, count_named
-from treetrain.engine.executor import Executor, Part, PassCounts
-from treetrain.engine.extensions.recurrence import Recurrence
-from treetrain.engine.lm_head import ScoreRequest
-from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable
-from treetrain.engine.meters import CountStorages
-from treetrain.engine.model_passes import ModelPasses
-from treetrain.errors import UnsupportedModel
+from treetrain.core.engine.executor import Executor, Part, PassCounts
+from treetrain.core.engine.loss_gradients import Batch, KnownGradients, ScoreTable
+from treetrain.core.engine.model_passes import ModelPasses
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.head.lm_head import ScoreRequest
+from treetrain.core.planning.partition import partition
+from treetrain.core.tree.layout import AttentionRange, cut, pack
+from treetrain.layers.recurrence.recurrence import Recurrence
+from treetrain.models import costs
+from treetrain.models.costs import cost_if_countable, cost_of, count, count_config, count_named
 from treetrain.models.loading import load_model
-from treetrain.planning.partition import partition
-from treetrain.tree.layout import AttentionRange, cut, pack
+from treetrain.models.meters import CountStorages
 
 CPU = torch.device("cpu")
 FAMILIES = [*(name for name in models.FAMILIES if name not in models.MAMBA), "olmo_hybrid", "lfm2"]

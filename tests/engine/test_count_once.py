@@ -8,9 +8,9 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.data.once import count_once
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.logs.once import count_once
 from treetrain.trainers.tree_trainer import checked_loss
 
 FACTS = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs", "values", "returns")

@@ -188,7 +188,7 @@ def test_a_backward_that_fails_is_an_error_when_an_optimizer_steps_without_it(mo
     scored = engine.score(ROWS)
     loss_of(scored).backward()
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr("treetrain.engine.score.Scoring.backward", fails)
+        patch.setattr("treetrain.core.engine.score.Scoring.backward", fails)
         scored.backward()
     with pytest.raises(RuntimeError, match=r"have not gone through the tree.*zero_grad"):
         optimizer.step()

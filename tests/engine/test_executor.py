@@ -11,10 +11,10 @@ import treetrain as tt
 from support.models import make_model
 from support.passes import WatchedCache, unique_ids, watched
 from support.plans import KEEPS, check_plan, planned
-from treetrain.engine import executor
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import bushy_rows, with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import bushy_rows, with_random_facts
+from treetrain.core.engine import executor
 
 TRUNK = list(range(14))
 IDS = {

@@ -12,11 +12,10 @@ from torch import nn
 import treetrain as tt
 from support import images
 from support.models import make_model
-from treetrain.engine.extensions import first_use
-from treetrain.errors import UnsupportedModel
-from treetrain.models.images import encoder_modules, image_encoder
-from treetrain.models.recurrent_layers import kind_of
-from treetrain.testing import linear
+from treetrain.check import first_use, linear
+from treetrain.core.errors import UnsupportedModel
+from treetrain.layers.images.encoders import encoder_modules, image_encoder
+from treetrain.layers.recurrence.recurrent_layers import kind_of
 
 ROWS = [[1, 2, 3, 4, 5, 9], [1, 2, 6, 7], [1, 2, 3, 7, 7], [8, 9, 10]]
 _SETTINGS = {

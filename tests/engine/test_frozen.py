@@ -17,14 +17,14 @@ import treetrain as tt
 from support.images import CONFIGURATIONS, image, image_model, plain_gradients, row
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, keeping_graphs, on_plan
-from treetrain.engine.engine_model import EngineModel
-from treetrain.models.capability import causal_lm, check_model
-from treetrain.models.frozen_layers import frozen_layers
-from treetrain.models.images import encoder_modules, image_encoder
-from treetrain.softmax_attention.kv_cache import _Attend
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import VOCAB, forests, runs, seeded
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import VOCAB, forests, runs, seeded
+from treetrain.core.attention.kv_cache import _Attend
+from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.hf.capability import causal_lm, check_model
+from treetrain.core.hf.frozen_layers import frozen_layers
+from treetrain.layers.images.encoders import encoder_modules, image_encoder
 
 SOFT = 7
 """The token whose embedding is a trained vector of its own."""

@@ -16,12 +16,12 @@ from torch import nn
 import treetrain as tt
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
-from treetrain import kernel_checks
-from treetrain.engine import lm_head
-from treetrain.engine.costs import cost_of
-from treetrain.engine.lm_head import ChunkGradients, EdgesOfChunk, PlainChunk, Scaling, TritonChunk, chunk_type
-from treetrain.models.capability import LogitMap
-from treetrain.testing.linear import gradients, relative_error
+from treetrain.check.linear import gradients, relative_error
+from treetrain.core.head import lm_head
+from treetrain.core.head.lm_head import ChunkGradients, EdgesOfChunk, PlainChunk, Scaling, TritonChunk, chunk_type
+from treetrain.core.hf.capability import LogitMap
+from treetrain.kernels import checks as kernel_checks
+from treetrain.models.costs import cost_of
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SCALINGS = {
@@ -84,7 +84,7 @@ def test_the_softmax_of_a_chunk_by_pytorch_is_exact(scaling, entropy):
 def triton_chunk():
     """The kernels' chunk; the test is skipped where they cannot run."""
     triton_or_skip()
-    from treetrain.engine.lm_head import TritonChunk
+    from treetrain.core.head.lm_head import TritonChunk
 
     return TritonChunk
 
@@ -95,7 +95,7 @@ def triton_chunk():
 @pytest.mark.parametrize("scaling", list(SCALINGS.values()), ids=list(SCALINGS))
 def test_the_softmax_of_a_chunk_by_triton_is_exact(monkeypatch, scaling, dtype, entropy, vocabulary):
     kind = triton_chunk()
-    from treetrain.engine import lm_head_kernels
+    from treetrain.kernels import lm_head_kernels
 
     monkeypatch.setattr(lm_head_kernels, "BLOCK", 64)  # several blocks, the last one not full
     # The interpreter truncates where a GPU rounds to 16 bits.
@@ -104,7 +104,7 @@ def test_the_softmax_of_a_chunk_by_triton_is_exact(monkeypatch, scaling, dtype, 
 
 def test_a_logit_that_is_minus_infinity_has_no_share_and_no_gradient():
     triton_chunk()
-    from treetrain.engine.lm_head_kernels import statistics, to_gradient_
+    from treetrain.kernels.lm_head_kernels import statistics, to_gradient_
 
     logits = torch.tensor([[float("-inf"), 0.5, -1.0, float("-inf")]], device=DEVICE)
     expected = logits[:, 1:3].double()

@@ -6,8 +6,8 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.testing import linear
-from treetrain.testing.forests import with_random_facts
+from treetrain.check import linear
+from treetrain.check.forests import with_random_facts
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9], [1, 9], [9, 8, 7], [9, 8, 7, 7, 2]]
 ROWS = [row.replace(loss_weights=None) for row in with_random_facts(IDS, 3)]

@@ -22,20 +22,20 @@ from torch.utils._pytree import tree_leaves
 import treetrain as tt
 from support.models import make_model
 from support.plans import planned
-from treetrain.device_arrays import on_device, to_device
-from treetrain.engine import engine_model
-from treetrain.engine.extensions import first_use
-from treetrain.engine.linear import LinearEngine
-from treetrain.linear_attention.scans import Scans
+from treetrain.check import first_use
+from treetrain.check.forests import whole_pairs, with_random_facts
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.core.attention.attention import AttentionTree
+from treetrain.core.attention.kv_cache import CachedAttention, Inputs
+from treetrain.core.attention.schedule import Forest
+from treetrain.core.device_arrays import on_device, to_device
+from treetrain.core.engine import engine_model
+from treetrain.core.tree.layout import FULL, AttentionRange, pack
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.kernels.tile_lists import keys_of, make_tile_lists
+from treetrain.kernels.varlen import VarlenAttention, pieces_of
+from treetrain.layers.recurrence.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
-from treetrain.softmax_attention.attention import AttentionTree
-from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
-from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
-from treetrain.testing.forests import whole_pairs, with_random_facts
-from treetrain.tree.layout import FULL, AttentionRange, pack
-from treetrain.tree.token_tree import build_tree
 
 META = torch.device("meta")
 
@@ -217,7 +217,7 @@ def test_the_balance_of_routers_makes_no_wait_but_where_the_models_own_loss_is_h
     made.set_experts_implementation("batched_mm")
     with pytest.raises(RuntimeError, match=r"(?i)meta"):
         no_wait(made.to(META), sft(), CHUNKS)
-    monkeypatch.setattr("treetrain.engine.extensions.experts.Experts.verified", True)
+    monkeypatch.setattr("treetrain.layers.experts.experts.Experts.verified", True)
     no_wait(made, sft(), CHUNKS)
 
 

@@ -14,13 +14,12 @@ from support.cases import OTHERS
 from support.models import MAMBA, make_model, needs_transformers
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
-from treetrain import kernel_checks
-from treetrain.linear_attention import paths
-from treetrain.linear_attention.tiles import TILE
-from treetrain.models import recurrent_layers
-from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
-from treetrain.testing.forests import bushy_rows, with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
+from treetrain.check.forests import bushy_rows, with_random_facts
+from treetrain.kernels import checks as kernel_checks
+from treetrain.layers.recurrence import paths, recurrent_layers
+from treetrain.layers.recurrence.tiles import TILE
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
 
@@ -158,7 +157,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
             grown.append(self._rows - before)
             self.most = max(self.most, self._in_use)
 
-    monkeypatch.setattr("treetrain.engine.extensions.recurrence.StateCache", Watched)
+    monkeypatch.setattr("treetrain.layers.recurrence.recurrence.StateCache", Watched)
     model = make_model("qwen3_5_deep")
     for shape in ("1 part", "N/4", "one segment per part", "shared prefill"):
         engine = planned(shape, keep)
@@ -182,7 +181,7 @@ def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
             super().__init__(*args, **kwargs)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("treetrain.engine.extensions.recurrence.StateCache", Watched)
+    monkeypatch.setattr("treetrain.layers.recurrence.recurrence.StateCache", Watched)
     engine = tt.TreeEngine(make_model("qwen3_5_deep"), budget=4, check=False)
     engine.prepared.plan_keeping_graphs = lambda plan: None  # no graph is kept
     scored = engine.score([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9]])

@@ -15,11 +15,11 @@ from support.models import make_model
 from support.passes import unique_ids
 from support.plans import planned
 from support.shortage import Shortage
-from treetrain.errors import UnsupportedModel
-from treetrain.models.recurrent_layers import kind_of
-from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT, PureFloat64
-from treetrain.testing.forests import with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PPO, SFT, PureFloat64
+from treetrain.check.forests import with_random_facts
+from treetrain.core.errors import UnsupportedModel
+from treetrain.layers.recurrence.recurrent_layers import kind_of
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")

@@ -10,10 +10,10 @@ import torch
 import treetrain as tt
 from support.images import CONFIGURATIONS, image, image_model, row
 from support.models import needs_transformers
-from treetrain.engine.extensions import images
-from treetrain.engine.meters import CountStorages
-from treetrain.planning.make import Bytes
-from treetrain.testing import linear
+from treetrain.check import linear
+from treetrain.core.planning.make import Bytes
+from treetrain.layers.images import images
+from treetrain.models.meters import CountStorages
 
 needs_transformers("5.16", "encoders of images return their outputs in other forms")
 PICTURES = [*(image(seed, 8, 8) for seed in range(3)), image(9, 8, 12)]

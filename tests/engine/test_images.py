@@ -28,12 +28,12 @@ from support.images import (
 )
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, keeping_graphs, on_plan, planned
-from treetrain.data.images import SIZES
-from treetrain.engine.engine_model import EngineModel
-from treetrain.engine.model_passes import ModelPasses
-from treetrain.models.images import arguments_of, encoder_modules, image_encoder, path_positions
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.model_passes import ModelPasses
+from treetrain.core.tree.images import SIZES
+from treetrain.layers.images.encoders import arguments_of, encoder_modules, image_encoder, path_positions
 
 CAT, DOG, WIDE = image(1), image(2), image(3, 2, 4)
 

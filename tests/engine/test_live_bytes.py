@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import psutil
 import torch
 
-from treetrain.engine import memory
-from treetrain.engine.memory import expandable_segments
-from treetrain.engine.meters import CountStorages
+from treetrain.core.engine import memory
+from treetrain.core.engine.memory import expandable_segments
+from treetrain.models.meters import CountStorages
 
 CPU = torch.device("cpu")
 

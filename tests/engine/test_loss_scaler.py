@@ -8,7 +8,7 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.testing import linear
+from treetrain.check import linear
 
 ROWS = [[1, 2, 3, 4, 5, 9], [1, 2, 6, 7], [1, 2, 3, 7, 7], [8, 9, 10]]
 OVERFLOWS = 1

@@ -15,13 +15,13 @@ from support import moe
 from support.models import make_model, needs_transformers
 from support.plans import planned
 from support.shortage import Shortage
-from treetrain.engine.linear import LinearEngine
-from treetrain.errors import DataError, UnsupportedModel
-from treetrain.models.moe import check_experts
-from treetrain.testing import linear
-from treetrain.testing.contract import SFT
-from treetrain.testing.forests import with_random_facts
-from treetrain.verification.bench import PaddedEngine
+from treetrain.check import linear
+from treetrain.check.bench import PaddedEngine
+from treetrain.check.contract import SFT
+from treetrain.check.forests import with_random_facts
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.layers.experts.routers import check_experts
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 ROWS = with_random_facts(IDS, 3)

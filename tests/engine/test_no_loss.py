@@ -7,8 +7,8 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.testing.linear import gradients
-from treetrain.verification.bench import bench
+from treetrain.check.bench import bench
+from treetrain.check.linear import gradients
 
 ROWS = [[1, 2, 3, 4], [1, 2, 5], [7]]
 

@@ -6,8 +6,8 @@ import torch
 import treetrain as tt
 from support.cases import OTHERS
 from support.models import DENSE, like_real_weights, make_model
-from treetrain.engine.linear import LinearEngine
-from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
+from treetrain.check.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
+from treetrain.check.linear_engine import LinearEngine
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from support.models import make_model
 from support.passes import watched
 from support.plans import on_plan, planned
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
-from treetrain.engine.memory import is_out_of_memory
-from treetrain.planning.plan import Plan
-from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT, PureFloat64
-from treetrain.testing.forests import with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PPO, SFT, PureFloat64
+from treetrain.check.forests import with_random_facts
+from treetrain.core.engine.memory import is_out_of_memory
+from treetrain.core.planning.plan import Plan
 
 ROWS = with_random_facts(IDS, 4)
 CASES = {"sft": SFT, "ppo": PPO}

@@ -8,8 +8,8 @@ import torch
 import treetrain as tt
 from support.models import make_model
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
 
 
 @pytest.fixture(scope="module")

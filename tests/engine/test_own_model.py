@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import treetrain as tt
 from support.shapes import unchecked
-from treetrain.softmax_attention.reference import reference_attention
-from treetrain.testing.forests import VOCAB, forests, runs, seeded
-from treetrain.testing.linear import gradients, relative_error
+from treetrain.check.forests import VOCAB, forests, runs, seeded
+from treetrain.check.linear import gradients, relative_error
+from treetrain.core.attention.reference import reference_attention
 
 SPECS: dict[str, dict] = {
     "full": {},

@@ -5,7 +5,7 @@ import pytest
 from support.cases import OTHERS
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
-from treetrain.testing.contract import PPO, SFT, check_contract
+from treetrain.check.contract import PPO, SFT, check_contract
 
 FAST = ("chunks of 2", "shared prefill")
 

@@ -7,9 +7,9 @@ from hypothesis import given
 import treetrain as tt
 from support.models import make_model
 from support.shapes import unchecked
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import forests, runs
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import forests, runs
 
 # Forks stay forks when the last tokens, which predict nothing, are left out.
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 8], [1, 2, 3, 6, 8], [1], [], [9, 8, 7], [9, 8, 7, 7, 2], [4, 4]]

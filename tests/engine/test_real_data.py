@@ -9,7 +9,7 @@ import treetrain as tt
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
 from support.real_rows import SETS, renumbered
-from treetrain.testing import linear
+from treetrain.check import linear
 
 
 @pytest.fixture(scope="module")

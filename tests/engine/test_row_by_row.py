@@ -5,11 +5,11 @@ import pytest
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.engine_model import EngineModel
-from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan
-from treetrain.testing import linear
-from treetrain.tree.layout import pack
+from treetrain.check import linear
+from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.planning.partition import partition
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import pack
 
 
 def seconds(plan: Plan) -> float:

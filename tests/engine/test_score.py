@@ -14,14 +14,14 @@ from support import moe
 from support.models import make_model
 from support.passes import unique_ids
 from support.plans import keeping_graphs, planned
-from treetrain.engine.engine_model import EngineModel
-from treetrain.engine.executor import Executor
-from treetrain.engine.meters import CountStorages
-from treetrain.planning.cost import CostModel, PartBytes
-from treetrain.planning.plan import Bytes
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import VOCAB, forests, with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import VOCAB, forests, with_random_facts
+from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.executor import Executor
+from treetrain.core.planning.cost import CostModel, PartBytes
+from treetrain.core.planning.plan import Bytes
+from treetrain.models.meters import CountStorages
 
 TRUNK = list(range(9))
 ROWS = [
@@ -354,7 +354,7 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     assert f"the others ({again:,} tokens) run forward again, last first: " in half.explain()
     assert scored_within(1).scores_first == "recomputed"  # the caches of all parts would take too much
     # Without a budget parts may be made for speed alone: then all of them are kept.
-    monkeypatch.setattr("treetrain.planning.make.PART_TOKENS", {"cpu": 8})
+    monkeypatch.setattr("treetrain.core.planning.make.PART_TOKENS", {"cpu": 8})
     engine = tt.TreeEngine(model)
     scored = engine.score(rows)
     assert scored.parts > 1 and scored.plan.scores_first == "kept"

@@ -10,11 +10,11 @@ from hypothesis import given
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.facts import add_metrics
-from treetrain.engine.linear import LinearEngine
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import runs, trajectories, with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import runs, trajectories, with_random_facts
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.core.engine.facts import add_metrics
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
 ROWS = with_random_facts(IDS, 5)
@@ -230,7 +230,7 @@ def test_logprobs_of_the_engine_are_those_of_training_and_make_ratios_of_one(mod
 
 
 def test_many_head_chunks_give_the_same_as_one(model, monkeypatch):
-    from treetrain.engine import lm_head
+    from treetrain.core.head import lm_head
 
     results = [run(model, ROWS, loss) for loss in LOSSES.values()]
     rows = tt.logprobs(model, IDS)

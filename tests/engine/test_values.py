@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import treetrain as tt
 from support.models import FAMILIES, build, make_config, make_model
 from support.plans import planned
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64, as_dtype
-from treetrain.testing.forests import forests, runs
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64, as_dtype
+from treetrain.check.forests import forests, runs
 
 # Forks at several depths, a row that is the prefix of others, exact duplicates, single tokens, no tokens.
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 2, 3, 7], [1, 9], [1], [], [9, 8, 7], [9, 8, 7, 2, 2]]

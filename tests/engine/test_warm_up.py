@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.models import tree_mode
+from treetrain.core.hf import tree_mode
 
 _compile = torch.compile
 

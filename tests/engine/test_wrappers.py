@@ -10,9 +10,9 @@ from torch import nn
 import treetrain as tt
 from support.models import make_model
 from support.plans import planned
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
-from treetrain.testing.forests import with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.check.forests import with_random_facts
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")
@@ -86,7 +86,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant, training, loss, way):
 @pytest.fixture
 def not_compared(monkeypatch):
     """Without the comparison at first use, whose passes a test would count."""
-    monkeypatch.setattr("treetrain.engine.extensions.first_use.compare_first_use", lambda engine, tree: None)
+    monkeypatch.setattr("treetrain.check.first_use.compare_first_use", lambda engine, tree: None)
 
 
 def test_gradient_checkpointing_does_run_layers_again(not_compared):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treetrain.errors import DataError, UnsupportedModel
+from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.models.loading import (
     PRESETS,
     load_config,

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.testing.forests import VOCAB
+from treetrain.check.forests import VOCAB
 
 FOLDER = Path(__file__).parent / "values"
 TOLERANCE = {"dense_sft": 5e-5, "grpo": 4e-4, "dpo_lora": 5e-6, "moe_sft": 2e-4, "hybrid_sft": 1e-2}

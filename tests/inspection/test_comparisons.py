@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from treetrain.data.groups import TOKENS_PER_STEP
-from treetrain.data.trajectory import Trajectory
-from treetrain.inspection.report import Shape, inspect_rows, linear_flops, sharing_in_batches
-from treetrain.planning.cost import ModelShape
+from treetrain.core.planning.cost import ModelShape
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.logs.groups import TOKENS_PER_STEP
+from treetrain.logs.inspection.report import Shape, inspect_rows, linear_flops, sharing_in_batches
+from treetrain.models.work import linear_work, tree_stats, tree_work
 from treetrain.trainers.groups import StepSampler
-from treetrain.tree.stats import linear_work, tree_stats, tree_work
-from treetrain.tree.token_tree import build_tree
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 SHAPE = Shape(counts=COUNTS, name="qwen3-0.6b", assumed=False)
@@ -52,7 +52,7 @@ def test_sharing_in_batches_is_that_of_a_tree_for_each_batch():
 
 def test_batches_are_sampled_whole_where_there_are_many_tokens(monkeypatch):
     rows = answers(8, 4)
-    monkeypatch.setattr("treetrain.inspection.report.SAMPLED", 500)  # the first batch has 480 tokens
+    monkeypatch.setattr("treetrain.logs.inspection.report.SAMPLED", 500)  # the first batch has 480 tokens
     found = sharing_in_batches(rows, build_tree(rows), COUNTS, 4)
     assert found["grouped"] == pytest.approx(tree_stats(build_tree(rows[::8]), COUNTS).flop_speedup)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
-from treetrain.inspection.sample import Sampler
+from treetrain.core.errors import DataError
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.logs.inspection.sample import Sampler
 
 
 def some_rows(groups: int, system: int = 0, named: bool = True) -> list[Trajectory]:

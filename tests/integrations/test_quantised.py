@@ -12,9 +12,9 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM, TorchAoConfig
 
 import treetrain as tt
-from treetrain.errors import UnsupportedModel
+from treetrain.check.contract import TEMPERATURE, expected, measured
+from treetrain.core.errors import UnsupportedModel
 from treetrain.testing import PPO, SFT, bushy_rows, gradients, relative_error, score_row, with_random_facts
-from treetrain.testing.contract import TEMPERATURE, expected, measured
 
 ENVIRONMENT = "it needs an environment of its own: make test-quantised"
 KINDS = ["bitsandbytes nf4", "bitsandbytes nf4 twice", "bitsandbytes int8", "torchao int8"]

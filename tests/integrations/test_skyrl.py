@@ -186,7 +186,7 @@ def test_settings_and_batches_that_no_tree_supports_are_refused_by_name() -> Non
     from types import SimpleNamespace
 
     import support.skyrl_cpu  # noqa: F401
-    from treetrain.errors import UnsupportedModel
+    from treetrain.core.errors import UnsupportedModel
     from treetrain.integrations.skyrl import TreePolicyWorker, check_settings
 
     policy = SimpleNamespace(sequence_parallel_size=2)

@@ -555,7 +555,7 @@ def test_settings_that_cannot_be_exact_are_refused_before_the_model_is_loaded(op
 def test_batches_that_no_tree_supports_are_refused_by_name(name: str) -> None:
     from tensordict import NonTensorStack
 
-    from treetrain.errors import UnsupportedModel
+    from treetrain.core.errors import UnsupportedModel
     from treetrain.integrations.verl import TreeFSDPEngine
 
     batch = make_batch(0, "ppo")
@@ -568,7 +568,7 @@ def test_batches_that_no_tree_supports_are_refused_by_name(name: str) -> None:
 
 
 def test_replay_without_recorded_experts_is_refused() -> None:
-    from treetrain.errors import DataError
+    from treetrain.core.errors import DataError
     from treetrain.integrations.verl import rows_of
 
     with pytest.raises(DataError, match="enable_rollout_routing_replay"):

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from treetrain.linear_attention.paths import GATED_DELTA, STATE_SPACE
-from treetrain.linear_attention.reference import reference_gated_delta, reference_state_space
-from treetrain.linear_attention.scans import Kernel
-from treetrain.linear_attention.tiles import TILE
-from treetrain.testing.forests import bushy_rows
-from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import build_tree
+from treetrain.check.forests import bushy_rows
+from treetrain.core.tree.layout import PackedLayout, pack
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.layers.recurrence.paths import GATED_DELTA, STATE_SPACE
+from treetrain.layers.recurrence.reference import reference_gated_delta, reference_state_space
+from treetrain.layers.recurrence.scans import Kernel
+from treetrain.layers.recurrence.tiles import TILE
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 3, 5
 

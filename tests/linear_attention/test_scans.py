@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rules import RULES, SHAPES, inputs, layout_of
 
 from support.stand_in import StandIn
-from treetrain.linear_attention import scans as scans_module
-from treetrain.linear_attention import self_check
-from treetrain.linear_attention.scans import GATED_DELTA_KERNEL, Scans, scan_for, scanned
-from treetrain.testing.forests import forests, runs
-from treetrain.testing.linear import relative_error, rms
+from treetrain.check.forests import forests, runs
+from treetrain.check.linear import relative_error, rms
+from treetrain.layers.recurrence import scans as scans_module
+from treetrain.layers.recurrence import self_check
+from treetrain.layers.recurrence.scans import GATED_DELTA_KERNEL, Scans, scan_for, scanned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rules import RULES, SHAPES, inputs, layout_of
 
-from treetrain.linear_attention.paths import convolve, make_taps
-from treetrain.linear_attention.reference import reference_convolution
-from treetrain.linear_attention.tiles import TILE, Tiles
-from treetrain.testing.forests import forests, runs
-from treetrain.testing.linear import relative_error
-from treetrain.tree.layout import PackedLayout
+from treetrain.check.forests import forests, runs
+from treetrain.check.linear import relative_error
+from treetrain.core.tree.layout import PackedLayout
+from treetrain.layers.recurrence.paths import convolve, make_taps
+from treetrain.layers.recurrence.reference import reference_convolution
+from treetrain.layers.recurrence.tiles import TILE, Tiles
 
 
 def check(name: str, layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, exports: int = 3) -> None:

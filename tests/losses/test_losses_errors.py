@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from treetrain import losses
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.core.tree.trajectory import Trajectory
 
 TWO = torch.zeros(2)
 ROW = Trajectory([5, 6, 7], advantages=1.0, id="a")

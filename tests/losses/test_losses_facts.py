@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.core.tree.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.losses import Facts
 
 ROWS = [

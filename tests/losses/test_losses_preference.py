@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from treetrain import losses
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.core.tree.trajectory import Trajectory
 
 
 def sigmoid(x: float) -> float:

@@ -11,10 +11,10 @@ import transformers
 import treetrain as tt
 from support.models import BASE, build, make_model
 from support.plans import planned
-from treetrain.errors import DataError, UnsupportedModel
+from treetrain.check import linear
+from treetrain.check.contract import PPO, SFT, PureFloat64, as_dtype, check_contract
+from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.models.loading import check_config, load_model
-from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT, PureFloat64, as_dtype, check_contract
 
 FAMILIES = ["llama4_tuned", "gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
 if hasattr(transformers, "GraniteSWAConfig"):

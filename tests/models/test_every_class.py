@@ -28,13 +28,8 @@ import treetrain as tt
 from support import models
 from support.plans import planned
 from support.real_rows import SETS, around_the_fork, renumbered
-from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import check_model
-from treetrain.models.loading import FILE, VERDICTS, ClassFound, FamilyTable
-from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION
-from treetrain.testing import linear
-from treetrain.testing.contract import (
+from treetrain.check import linear
+from treetrain.check.contract import (
     DOUBLE,
     PPO,
     RATIO,
@@ -49,7 +44,12 @@ from treetrain.testing.contract import (
     expected,
     measured,
 )
-from treetrain.testing.forests import VOCAB, with_random_facts
+from treetrain.check.forests import VOCAB, with_random_facts
+from treetrain.core.attention.rectangles import RectangleAttention
+from treetrain.core.attention.schedule import PLAIN_ATTENTION
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.capability import check_model
+from treetrain.models.loading import FILE, VERDICTS, ClassFound, FamilyTable
 
 ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 3, 2], [5, 6, 13, 14], [5, 6, 7, 8, 9, 10, 3, 4], [20, 21, 22]]
 EXACT = 1e-10

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from support.models import FAMILIES, make_model
-from treetrain.testing.contract import as_dtype
-from treetrain.testing.forests import VOCAB
+from treetrain.check.contract import as_dtype
+from treetrain.check.forests import VOCAB
 
 
 @pytest.mark.few(12)

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from treetrain.data.chat import Renderer
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.logs.chat import Renderer
 from treetrain.models import loading
 from treetrain.models.loading import load_config, load_model, load_tokenizer
 

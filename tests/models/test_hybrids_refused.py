@@ -7,8 +7,8 @@ from torch import nn
 
 import treetrain as tt
 from support.models import BASE, MAMBA, make_model
-from treetrain.errors import UnsupportedModel
-from treetrain.models import recurrent_layers
+from treetrain.core.errors import UnsupportedModel
+from treetrain.layers.recurrence import recurrent_layers
 
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 7, 7]]
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from support import moe
 from support.models import make_model
 from support.plans import planned
-from treetrain.engine.engine import TreeEngine
-from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import check_model
-from treetrain.testing.contract import PPO, SFT, PureFloat64, check_contract, measured
-from treetrain.testing.forests import runs, trajectories
-from treetrain.testing.linear import relative_error
+from treetrain.check.contract import PPO, SFT, PureFloat64, check_contract, measured
+from treetrain.check.forests import runs, trajectories
+from treetrain.check.linear import relative_error
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.capability import check_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text", "llama4_tuned")
 FAMILIES += ("granitemoehybrid", "nemotron_h")

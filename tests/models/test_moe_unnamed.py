@@ -7,10 +7,10 @@ import treetrain as tt
 from support.models import make_model
 from support.moe import at_random, expected
 from support.plans import planned
-from treetrain.errors import UnsupportedModel
-from treetrain.testing import linear
-from treetrain.testing.contract import SFT, measured
-from treetrain.testing.forests import with_random_facts
+from treetrain.check import linear
+from treetrain.check.contract import SFT, measured
+from treetrain.check.forests import with_random_facts
+from treetrain.core.errors import UnsupportedModel
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 

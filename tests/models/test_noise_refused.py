@@ -7,7 +7,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.errors import UnsupportedModel
+from treetrain.core.errors import UnsupportedModel
 
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 7, 7]]
 _TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import treetrain as tt
 from support.models import BASE, build, make_model
-from treetrain.errors import DataError, UnsupportedModel
+from treetrain.core.errors import DataError, UnsupportedModel
 
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 7, 7]]
 MAMBA = {"state_size": 8, "num_heads": 4, "head_dim": 12, "n_groups": 1, "expand": 2}

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import LlamaConfig, masking_utils
 
 from support.plans import attention_forest
-from treetrain.errors import UnsupportedModel
-from treetrain.models.tree_mode import INTERFACE, RangeMask, TreeRun, _tree_attention, mask_of
-from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.tree.layout import AttentionRange
+from treetrain.core.attention.rectangles import RectangleAttention
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.tree_mode import INTERFACE, RangeMask, TreeRun, _tree_attention, mask_of
+from treetrain.core.tree.layout import AttentionRange
 
 
 def layer(kind: str | None = None, softcap: float | None = None, sinks: int = 0) -> nn.Module:

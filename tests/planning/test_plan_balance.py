@@ -5,12 +5,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.planning.balance import PASS_TOKENS, Balancer, Dispatch, cut_evenly, dispatch, range_costs
-from treetrain.planning.cost import CostModel, ModelShape
-from treetrain.testing.forests import trajectories
-from treetrain.tree.layout import pack
-from treetrain.tree.token_tree import TokenTree, build_tree
+from treetrain.check.forests import trajectories
+from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.tree.layout import pack
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.parallel.balance import PASS_TOKENS, Balancer, Dispatch, cut_evenly, dispatch, range_costs
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 PRICES = CostModel.from_shape(SHAPE)

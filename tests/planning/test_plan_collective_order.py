@@ -4,7 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.plans import uniform
-from treetrain.planning.collective_order import (
+from treetrain.check.forests import trajectories
+from treetrain.core.planning.cost import CostModel, ModelShape, Passes
+from treetrain.core.planning.make import make_plan
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import PackedLayout, pack
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.parallel.collective_order import (
     Candidate,
     Offer,
     Turn,
@@ -15,13 +21,7 @@ from treetrain.planning.collective_order import (
     order_seconds,
     timed_order,
 )
-from treetrain.planning.cost import CostModel, ModelShape, Passes
-from treetrain.planning.make import make_plan
-from treetrain.planning.plan import Plan
 from treetrain.simulation.rank_plans import plan_ranks
-from treetrain.testing.forests import trajectories
-from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import TokenTree, build_tree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 PRICES = CostModel.from_shape(SHAPE)

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from treetrain.errors import UnsupportedModel
-from treetrain.planning.cost import ModelShape
-from treetrain.tree.layout import FULL, AttentionRange
-from treetrain.tree.stats import ideal_speedup, linear_work, tree_stats, tree_work
-from treetrain.tree.token_tree import build_tree
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.planning.cost import ModelShape
+from treetrain.core.tree.layout import FULL, AttentionRange
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.models.work import ideal_speedup, linear_work, tree_stats, tree_work
 
 
 @pytest.mark.parametrize(

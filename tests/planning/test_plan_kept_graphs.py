@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import treetrain as tt
 from support.plans import layout_of
-from treetrain.planning.cost import CostModel
-from treetrain.planning.kept_graphs import keeping_most, most_worth_keeping
-from treetrain.planning.make import make_plan
-from treetrain.planning.plan import Plan
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.kept_graphs import keeping_most, most_worth_keeping
+from treetrain.core.planning.make import make_plan
+from treetrain.core.planning.plan import Plan
 
 COST = CostModel.from_shape(tt.ModelShape.named("qwen3-0.6b"))
 STEM = list(range(400))

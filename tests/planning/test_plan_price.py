@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treetrain.planning.cost import CostModel, ModelShape, Speeds, head_chunk_rows
-from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS
-from treetrain.planning.plan import Plan
-from treetrain.testing.forests import forests
-from treetrain.tree.layout import PackedLayout, pack, pairs_at
-from treetrain.tree.token_tree import build_tree
+from treetrain.check.forests import forests
+from treetrain.core.planning.cost import CostModel, ModelShape, Speeds, head_chunk_rows
+from treetrain.core.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import PackedLayout, pack, pairs_at
+from treetrain.core.tree.token_tree import build_tree
 
 SHAPE = ModelShape(layers=3, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=5, vocab=50, tied=True)
 PRIMES = [n for n in range(2, 200) if all(n % d for d in range(2, n))]
@@ -125,7 +125,7 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
     assert not alive and not cached
     step = c.step + 200 * plan.layout.num_tokens if plan.num_parts else 0.0
     held = c.cache_token * most_cached + c.cache_state * most_states
-    with mock.patch("treetrain.planning.cost.head_chunk_rows", lambda vocab, device: 3):
+    with mock.patch("treetrain.core.planning.cost.head_chunk_rows", lambda vocab, device: 3):
         found = cost.bytes_by(plan)
     assert sum(found.values()) - found["allocator"] == pytest.approx(most + held + step, rel=1e-9)
     if plan.num_parts:

@@ -4,14 +4,14 @@ import math
 import numpy as np
 import pytest
 
-from treetrain.planning.cost import CostModel, ModelShape
-from treetrain.planning.devices import DEVICES, Collective, Device
-from treetrain.planning.make import make_plan
+from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.devices import DEVICES, Collective, Device
+from treetrain.core.planning.make import make_plan
+from treetrain.core.tree.token_tree import build_tree
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.simulate import Refused, Simulation, links_of, share_of, simulate, state_bytes
 from treetrain.simulation.splits import Split, splits_of
 from treetrain.simulation.verdict import verdict
-from treetrain.tree.token_tree import build_tree
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 COUNTS = SHAPE.counts()

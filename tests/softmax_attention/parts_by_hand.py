@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import KVCache
-from treetrain.softmax_attention.schedule import AttentionSpec
-from treetrain.tree.layout import cut
+from treetrain.core.attention.kv_cache import KVCache
+from treetrain.core.attention.schedule import AttentionSpec
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import cut
 
 Tensors = list[torch.Tensor]
 

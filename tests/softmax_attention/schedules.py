@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from treetrain.softmax_attention.reference import visible
-from treetrain.softmax_attention.schedule import Forest, Schedule
-from treetrain.testing.linear import relative_error
-from treetrain.tree.layout import segments
+from treetrain.check.linear import relative_error
+from treetrain.core.attention.reference import visible
+from treetrain.core.attention.schedule import Forest, Schedule
+from treetrain.core.tree.layout import segments
 
 
 def coverage(schedule: Schedule) -> np.ndarray:

@@ -12,11 +12,8 @@ import torch
 
 from support.models import make_model
 from support.plans import attention_forest, star
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.process_group import GroupRanks
-from treetrain.engine.extensions.sharing import GroupSharing
-from treetrain.softmax_attention import attention
-from treetrain.softmax_attention.attention import (
+from treetrain.core.attention import attention
+from treetrain.core.attention.attention import (
     BACKENDS,
     ENVIRONMENT,
     AttentionTree,
@@ -24,11 +21,14 @@ from treetrain.softmax_attention.attention import (
     runnable,
     why_not,
 )
-from treetrain.softmax_attention.flex import FlexTreeAttention
-from treetrain.softmax_attention.kv_cache import KVCache
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
-from treetrain.softmax_attention.varlen import VarlenAttention
-from treetrain.tree.layout import AttentionRange
+from treetrain.core.attention.kv_cache import KVCache
+from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.tree.layout import AttentionRange
+from treetrain.kernels.flex import FlexTreeAttention
+from treetrain.kernels.varlen import VarlenAttention
+from treetrain.parallel.process_group import GroupRanks
+from treetrain.parallel.sharing import GroupSharing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -79,15 +79,13 @@ class _StandIn:
 @pytest.fixture
 def stand_ins(monkeypatch, with_triton):
     triton = type("Triton", (_StandIn,), {"name": "triton"})
-    monkeypatch.setitem(
-        sys.modules, "treetrain.softmax_attention.triton_attention", mock.Mock(TritonTreeAttention=triton)
-    )
+    monkeypatch.setitem(sys.modules, "treetrain.kernels.triton_attention", mock.Mock(TritonTreeAttention=triton))
     varlen = type(
         "Varlen", (_StandIn,), {"name": "varlen", "takes": VarlenAttention.takes, "_dtypes": (torch.bfloat16,)}
     )
-    monkeypatch.setattr("treetrain.softmax_attention.varlen.VarlenAttention", varlen)
+    monkeypatch.setattr("treetrain.kernels.varlen.VarlenAttention", varlen)
     flex = type("Flex", (_StandIn,), {"name": "flex", "takes": FlexTreeAttention.takes, "serves_sinks": False})
-    monkeypatch.setattr("treetrain.softmax_attention.flex.FlexTreeAttention", flex)
+    monkeypatch.setattr("treetrain.kernels.flex.FlexTreeAttention", flex)
     monkeypatch.setattr(attention, "CHECKED", set())
 
 
@@ -173,7 +171,7 @@ def test_ranks_compile_flex_attention_before_they_wait_for_one_another(monkeypat
     monkeypatch.setitem(attention.ORDER, "cpu", ("varlen", "flex"))
     monkeypatch.setattr(attention, "why_not", lambda name, device: None)
     monkeypatch.setattr(
-        "treetrain.softmax_attention.self_check.failure_of_backend",
+        "treetrain.kernels.attention_check.failure_of_backend",
         lambda name, make, q, k, v, spec, **options: checked.append(
             (name, q.dtype, q.shape, k.shape, v.shape, options)
         ),

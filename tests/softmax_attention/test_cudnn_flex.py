@@ -11,10 +11,10 @@ from hypothesis import given
 from test_varlen import both_ways, expected, inputs
 
 from support.plans import attention_forest
-from treetrain.softmax_attention.cudnn_flex import CudnnTreeAttention, intervals
-from treetrain.softmax_attention.reference import visible
-from treetrain.testing.forests import bushy_rows, forests, runs
-from treetrain.testing.linear import relative_error
+from treetrain.check.forests import bushy_rows, forests, runs
+from treetrain.check.linear import relative_error
+from treetrain.core.attention.reference import visible
+from treetrain.kernels.cudnn_flex import CudnnTreeAttention, intervals
 
 CPU = torch.device("cpu")
 

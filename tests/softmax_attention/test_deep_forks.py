@@ -23,11 +23,11 @@ from schedules import (
     straight,
 )
 
-from treetrain.softmax_attention import schedule as schedule_module
-from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.softmax_attention.reference import reference_attention
-from treetrain.softmax_attention.schedule import Forest, ForkBlocks, Schedule, fork_blocks, make_schedule, path_tops
-from treetrain.testing.forests import runs, seeded
+from treetrain.check.forests import runs, seeded
+from treetrain.core.attention import schedule as schedule_module
+from treetrain.core.attention.rectangles import RectangleAttention
+from treetrain.core.attention.reference import reference_attention
+from treetrain.core.attention.schedule import Forest, ForkBlocks, Schedule, fork_blocks, make_schedule, path_tops
 
 CALL_PAIRS = (0.0, 64.0, 2e3, 1e5)
 

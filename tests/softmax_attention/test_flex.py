@@ -15,15 +15,15 @@ from torch.nn.attention import flex_attention as pytorch
 from torch.nn.attention.flex_attention import BlockMask
 
 from support.plans import attention_forest
-from treetrain.softmax_attention import flex
-from treetrain.softmax_attention.flex import FlexTreeAttention, block_mask
-from treetrain.softmax_attention.kv_cache import KVCache
-from treetrain.softmax_attention.reference import visible
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
-from treetrain.softmax_attention.self_check import _cases, _runs
-from treetrain.testing.forests import bushy_rows
-from treetrain.testing.linear import relative_error
-from treetrain.tree.layout import AttentionRange
+from treetrain.check.forests import bushy_rows
+from treetrain.check.linear import relative_error
+from treetrain.core.attention.kv_cache import KVCache
+from treetrain.core.attention.reference import visible
+from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.core.tree.layout import AttentionRange
+from treetrain.kernels import flex
+from treetrain.kernels.attention_check import _cases, _runs
+from treetrain.kernels.flex import FlexTreeAttention, block_mask
 
 CPU = torch.device("cpu")
 SCALE = 0.4

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from parts_by_hand import PartsByHand, Tensors
 
 from support.plans import KEEPS, one_segment_per_part, uniform
-from treetrain.device_arrays import rows_on
-from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import KVCache
-from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.softmax_attention.reference import reference_attention
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.testing.forests import bushy_rows, forests, runs
-from treetrain.testing.linear import relative_error, rms
-from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import build_tree
+from treetrain.check.forests import bushy_rows, forests, runs
+from treetrain.check.linear import relative_error, rms
+from treetrain.core.attention.kv_cache import KVCache
+from treetrain.core.attention.rectangles import RectangleAttention
+from treetrain.core.attention.reference import reference_attention
+from treetrain.core.attention.schedule import Forest
+from treetrain.core.device_arrays import rows_on
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import PackedLayout, pack
+from treetrain.core.tree.token_tree import build_tree
 
 SCALE = 0.4
 LAYERS = 2

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.triton_here import triton_or_skip
-from treetrain import kernel_checks, softmax_attention
-from treetrain.softmax_attention import merging
-from treetrain.softmax_attention.merge_tables import Sums
-from treetrain.softmax_attention.merging import PLAIN, Merging
-from treetrain.testing.forests import runs
+from treetrain import softmax_attention
+from treetrain.check.forests import runs
+from treetrain.kernels import checks as kernel_checks
+from treetrain.kernels import merging
+from treetrain.kernels.merge_tables import Sums
+from treetrain.kernels.merging import PLAIN, Merging
 
 CPU = torch.device("cpu")
 HEADS, SIZE, COUNT = 2, 8, 40
@@ -109,7 +110,7 @@ def test_float32_rows_are_held_for_tokens_of_several_pieces_only():
 @pytest.fixture
 def kernels() -> Merging:
     triton_or_skip()
-    from treetrain.softmax_attention import merge_kernels
+    from treetrain.kernels import merge_kernels
 
     return Merging(merge_kernels.merge_, merge_kernels.add_)
 
@@ -147,7 +148,7 @@ def test_merge_kernels_that_are_wrong_here_leave_their_work_to_pytorch(monkeypat
     monkeypatch.setattr(merging, "why_no_triton", lambda device: None)
     module = type(sys)("merge_kernels")
     module.merge_, module.add_ = broken, merging.add_
-    monkeypatch.setitem(sys.modules, "treetrain.softmax_attention.merge_kernels", module)
+    monkeypatch.setitem(sys.modules, "treetrain.kernels.merge_kernels", module)
     monkeypatch.setattr(softmax_attention, "merge_kernels", module, raising=False)
     merging._chosen.cache_clear()
     like = torch.zeros(3, 2, 8)

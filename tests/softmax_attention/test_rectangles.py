@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.plans import attention_forest
-from treetrain.softmax_attention import schedule as schedule_module
-from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.softmax_attention.reference import reference_attention
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.testing.forests import bushy_rows, forests, runs
-from treetrain.testing.linear import relative_error, rms
+from treetrain.check.forests import bushy_rows, forests, runs
+from treetrain.check.linear import relative_error, rms
+from treetrain.core.attention import schedule as schedule_module
+from treetrain.core.attention.rectangles import RectangleAttention
+from treetrain.core.attention.reference import reference_attention
+from treetrain.core.attention.schedule import Forest
 
 CALL_PAIRS = (0.0, 64.0, 2e3, 1e5, 1e9)
 NAMES = ("out", "dq", "dk", "dv")
@@ -115,7 +115,7 @@ def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(record_propert
 
 def by_plain_bfloat16(forest: Forest, tensors, scale: float) -> list[torch.Tensor]:
     """Stock masked attention in bfloat16: what the rows' own attention rounds."""
-    from treetrain.softmax_attention.reference import visible
+    from treetrain.core.attention.reference import visible
 
     mask = visible(torch.from_numpy(forest.ends))
 

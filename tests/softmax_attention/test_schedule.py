@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from schedules import calls, check, first_pass, forest_from_parents, pairs_computed
 
 from support.plans import attention_forest
-from treetrain.softmax_attention import schedule as schedule_module
-from treetrain.softmax_attention.schedule import Forest, make_schedule
-from treetrain.testing.forests import bushy_rows, forests, runs
-from treetrain.tree.layout import segments
+from treetrain.check.forests import bushy_rows, forests, runs
+from treetrain.core.attention import schedule as schedule_module
+from treetrain.core.attention.schedule import Forest, make_schedule
+from treetrain.core.tree.layout import segments
 
 CALL_PAIRS = (0.0, 1.0, 64.0, 2e3, 1e5, 1e9)
 
@@ -126,8 +126,8 @@ def test_twenty_thousand_nested_forks_are_scheduled_in_seconds_without_recursion
 
 
 def test_a_layout_and_its_forest_agree():
-    from treetrain.tree.layout import pack
-    from treetrain.tree.token_tree import build_tree
+    from treetrain.core.tree.layout import pack
+    from treetrain.core.tree.token_tree import build_tree
 
     rows = [[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 4, 6]]
     forest = Forest.of(pack(build_tree(rows)))

@@ -15,17 +15,18 @@ from torch._subclasses import FakeTensorMode
 
 from support.models import make_model
 from support.plans import planned
-from treetrain import kernel_checks
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear import LinearEngine
+from treetrain.check.linear import gradients, relative_error
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.core.attention import attention, rectangles
+from treetrain.core.attention.attention import BACKENDS, ENVIRONMENT
+from treetrain.core.attention.rectangles import FlashKernel, PlainKernel, RectangleAttention
+from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.tree.layout import AttentionRange
+from treetrain.kernels import attention_check as self_check
+from treetrain.kernels import checks as kernel_checks
+from treetrain.kernels.varlen import VarlenAttention, pieces_of, suits
 from treetrain.losses import sft
-from treetrain.softmax_attention import attention, rectangles, self_check
-from treetrain.softmax_attention.attention import BACKENDS, ENVIRONMENT
-from treetrain.softmax_attention.rectangles import FlashKernel, PlainKernel, RectangleAttention
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
-from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
-from treetrain.testing.linear import gradients, relative_error
-from treetrain.tree.layout import AttentionRange
 
 CPU = torch.device("cpu")
 ORDER = ("varlen", "triton", "rectangles", "matmul")
@@ -212,7 +213,7 @@ def test_a_named_backend_that_is_wrong_raises_and_so_do_all_together(monkeypatch
 
 def test_a_kind_of_layer_is_checked_once_and_said_in_the_log(caplog, one_case):
     model = make_model("gpt2", dtype=torch.float64)
-    with caplog.at_level(logging.INFO, logger="treetrain.kernel_checks"):
+    with caplog.at_level(logging.INFO, logger="treetrain.kernels.checks"):
         for _ in range(2):
             TreeEngine(model).logprobs(ROWS)
     assert [record.message.split(" (")[0] for record in caplog.records] == ["tree attention 'varlen'"]

@@ -11,16 +11,16 @@ from parts_by_hand import PartsByHand, Tensors
 from schedules import errors_of_each
 
 from support.plans import KEEPS, attention_forest, one_segment_per_part, uniform
-from treetrain.softmax_attention import rectangles
-from treetrain.softmax_attention.attention import AttentionTree
-from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
-from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.softmax_attention.reference import reference_attention, visible
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, local_schedule
-from treetrain.testing.forests import bushy_rows, forests, runs, seeded
-from treetrain.testing.linear import relative_error, rms
-from treetrain.tree.layout import FULL, AttentionRange, PackedLayout, pack
-from treetrain.tree.token_tree import build_tree
+from treetrain.check.forests import bushy_rows, forests, runs, seeded
+from treetrain.check.linear import relative_error, rms
+from treetrain.core.attention import rectangles
+from treetrain.core.attention.attention import AttentionTree
+from treetrain.core.attention.kv_cache import KVCache, KVCacheView
+from treetrain.core.attention.rectangles import RectangleAttention
+from treetrain.core.attention.reference import reference_attention, visible
+from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, local_schedule
+from treetrain.core.tree.layout import FULL, AttentionRange, PackedLayout, pack
+from treetrain.core.tree.token_tree import build_tree
 
 SCALE = 0.4
 NAMES = ("out", "dq", "dk", "dv", "dsinks")

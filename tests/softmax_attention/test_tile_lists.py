@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.plans import attention_forest, nested_forks, star
-from treetrain.device_arrays import to_device
-from treetrain.softmax_attention.reference import visible
-from treetrain.softmax_attention.tile_lists import Keys, Lists, TileLists, keys_of, make_tile_lists
-from treetrain.testing.forests import bushy_rows, forests, runs
-from treetrain.tree.layout import FULL, AttentionRange
+from treetrain.check.forests import bushy_rows, forests, runs
+from treetrain.core.attention.reference import visible
+from treetrain.core.device_arrays import to_device
+from treetrain.core.tree.layout import FULL, AttentionRange
+from treetrain.kernels.tile_lists import Keys, Lists, TileLists, keys_of, make_tile_lists
 
 RANGES = st.one_of(
     st.just(FULL),

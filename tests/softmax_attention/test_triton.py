@@ -28,28 +28,28 @@ from support.plans import (  # noqa: E402
     one_segment_per_part,
     uniform,
 )
-from treetrain.softmax_attention import triton_attention  # noqa: E402
-from treetrain.softmax_attention.attention import AttentionTree  # noqa: E402
-from treetrain.softmax_attention.reference import reference_attention  # noqa: E402
-from treetrain.softmax_attention.schedule import (  # noqa: E402
+from treetrain.check.forests import bushy_rows, forests, runs, seeded  # noqa: E402  # noqa: E402
+from treetrain.check.linear import relative_error, rms  # noqa: E402
+from treetrain.core.attention.attention import AttentionTree  # noqa: E402
+from treetrain.core.attention.reference import reference_attention  # noqa: E402
+from treetrain.core.attention.schedule import (  # noqa: E402
     PLAIN_ATTENTION,
     AttentionSpec,
     Forest,
 )
-from treetrain.softmax_attention.triton_attention import (  # noqa: E402
+from treetrain.core.tree.layout import (  # noqa: E402
+    AttentionRange,
+    PackedLayout,
+    pack,
+)
+from treetrain.core.tree.token_tree import build_tree  # noqa: E402
+from treetrain.kernels import triton_attention  # noqa: E402
+from treetrain.kernels.triton_attention import (  # noqa: E402
     Shape,
     Shapes,
     TritonTreeAttention,
     shapes_for,
 )
-from treetrain.testing.forests import bushy_rows, forests, runs, seeded  # noqa: E402  # noqa: E402
-from treetrain.testing.linear import relative_error, rms  # noqa: E402
-from treetrain.tree.layout import (  # noqa: E402
-    AttentionRange,
-    PackedLayout,
-    pack,
-)
-from treetrain.tree.token_tree import build_tree  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SCALE = 0.4
@@ -263,7 +263,7 @@ def test_the_dispatcher_takes_the_kernels_when_told():
 
 @pytest.mark.skipif(not GPU, reason="counts what the compiler makes")
 def test_one_compilation_serves_all_lengths():
-    from treetrain.softmax_attention.triton_kernels import forward_kernel
+    from treetrain.kernels.triton_kernels import forward_kernel
 
     def compiled() -> int:
         return sum(len(caches[0]) for caches in forward_kernel.device_caches.values())

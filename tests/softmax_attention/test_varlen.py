@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from parts_by_hand import Tensors
 
 from support.plans import attention_forest, star
-from treetrain.softmax_attention import varlen
-from treetrain.softmax_attention.kv_cache import KVCache
-from treetrain.softmax_attention.rectangles import StockKernel
-from treetrain.softmax_attention.reference import reference_attention, visible
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
-from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen, VarlenAttention, pieces_of, suits, varlen_calls
-from treetrain.testing.forests import bushy_rows, forests, runs
-from treetrain.testing.linear import relative_error
-from treetrain.tree.layout import AttentionRange
+from treetrain.check.forests import bushy_rows, forests, runs
+from treetrain.check.linear import relative_error
+from treetrain.core.attention.kv_cache import KVCache
+from treetrain.core.attention.rectangles import StockKernel
+from treetrain.core.attention.reference import reference_attention, visible
+from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.core.tree.layout import AttentionRange
+from treetrain.kernels import varlen
+from treetrain.kernels.varlen import DeviceCall, StockVarlen, VarlenAttention, pieces_of, suits, varlen_calls
 
 SCALE = 0.4
 CPU = torch.device("cpu")

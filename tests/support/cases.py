@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import treetrain as tt
-from treetrain.testing import linear
-from treetrain.testing.contract import Case, Rows
-from treetrain.testing.forests import whole_pairs
+from treetrain.check import linear
+from treetrain.check.contract import Case, Rows
+from treetrain.check.forests import whole_pairs
 
 LENGTH = 9.0
 

@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor, nn
 
 import treetrain as tt
-from treetrain.testing import linear
-from treetrain.testing.contract import PureFloat64
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
 
 IMAGE, START, END, BREAK = 60, 61, 62, 59
 """The placeholder token, those around an image, and that between the lines of an image."""

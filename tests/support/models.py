@@ -12,7 +12,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
-from treetrain.testing.forests import VOCAB
+from treetrain.check.forests import VOCAB
 
 BASE = {
     "vocab_size": VOCAB,

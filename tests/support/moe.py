@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.testing import linear
-from treetrain.testing.contract import Case, Routes
+from treetrain.check import linear
+from treetrain.check.contract import Case, Routes
+from treetrain.core.tree.trajectory import Trajectory
 
 EXPERTS, TOP_K = 4, 2
 """Of every family in `support.models`."""

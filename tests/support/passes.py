@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine import executor
-from treetrain.engine.extensions import first_use
-from treetrain.softmax_attention.kv_cache import Buffer
-from treetrain.tree.token_tree import build_tree
+from treetrain.check import first_use
+from treetrain.core.attention.kv_cache import Buffer
+from treetrain.core.engine import executor
+from treetrain.core.tree.token_tree import build_tree
 
 
 def unique_ids(rows: list[list[int]]) -> list[list[int]]:

@@ -7,12 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from treetrain.engine.engine import TreeEngine
-from treetrain.planning.partition import _Cutter
-from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.tree.layout import PackedLayout, pack
-from treetrain.tree.token_tree import TokenTree, build_tree
+from treetrain.core.attention.schedule import Forest
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.planning.partition import _Cutter
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import PackedLayout, pack
+from treetrain.core.tree.token_tree import TokenTree, build_tree
 
 
 def layout_of(rows) -> PackedLayout:

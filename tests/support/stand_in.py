@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from treetrain.linear_attention.reference import reference_gated_delta, reference_state_space
+from treetrain.layers.recurrence.reference import reference_gated_delta, reference_state_space
 
 
 class StandIn:

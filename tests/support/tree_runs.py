@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.testing.contract import PureFloat64
+from treetrain.check.contract import PureFloat64
+from treetrain.core.tree.trajectory import Trajectory
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.tree_trainer import TreeTrainer
 

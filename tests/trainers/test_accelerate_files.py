@@ -23,7 +23,7 @@ from trainer_runs import BUILDERS, Run, difference, train
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from support.fsdp_on_cpus import let_accelerate_shard, needs_sharding_on_cpus
-from treetrain.engine.extensions.process_group import is_sharded
+from treetrain.parallel.process_group import is_sharded
 
 FILES = Path(trl.__file__).parent / "accelerate_configs"
 EXAMPLES = Path(__file__).parents[2] / "examples"

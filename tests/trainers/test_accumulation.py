@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from treetrain.engine.deferred import Deferral
+from treetrain.core.engine.deferred import Deferral
 from treetrain.trainers.batches import Rows, model_inputs
 from treetrain.trainers.step_scores import Arrivals, StepScores, TreeScores, decided
 

@@ -24,13 +24,13 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import treetrain as tt
-from treetrain.engine import lm_head
-from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.executor import Executor
-from treetrain.engine.meters import CountStorages
-from treetrain.engine.score import Scored
-from treetrain.errors import RanksDisagree
-from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.core.attention.kv_cache import KVCacheView
+from treetrain.core.engine.executor import Executor
+from treetrain.core.engine.score import Scored
+from treetrain.core.errors import RanksDisagree
+from treetrain.core.head import lm_head
+from treetrain.models.costs import cost_if_countable
+from treetrain.models.meters import CountStorages
 from treetrain.trainers import first_step
 from treetrain.trainers.batches import rows_of
 from treetrain.trainers.first_step import small_batch, tokens_within
@@ -474,7 +474,7 @@ def test_quadratic_attention_and_a_model_that_cannot_be_counted_get_fewer_tokens
         model.set_attn_implementation(attention)
         within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), "fused")
     assert first_step.LEAST_TOKENS < within["eager"] < within["sdpa"] / 2
-    monkeypatch.setattr("treetrain.engine.costs.cost_of", uncountable)
+    monkeypatch.setattr("treetrain.models.costs.cost_of", uncountable)
     assert tokens_within(tt.TreeEngine(model), rows_of(batch), "fused") == first_step.UNCOUNTED_TOKENS
 
 

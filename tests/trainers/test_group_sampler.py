@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 import treetrain as tt
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
 from treetrain.trainers.groups import PrefixGroupSampler, group_rows
 
 

@@ -10,7 +10,7 @@ import torch
 from safe_runs import SafeTrainer, StopAt, differences, make_trainer, make_tree_trainer, outcome, saved_steps
 from transformers import Trainer, TrainerCallback
 
-from treetrain.engine.ranks import Ranks
+from treetrain.core.engine.ranks import Ranks
 
 
 def poisons(kind: type, steps: tuple[int, ...], value: float = math.nan) -> type:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.browser import look, needs_browser
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
 from treetrain.trainers.run_page import COLOURS, compare_runs, read_run, write_page
 
 

@@ -9,12 +9,12 @@ import torch
 
 import treetrain as tt
 from support.tree_runs import branching_rows, make_arguments, small_model
-from treetrain.engine.loss_gradients import predictions_of
-from treetrain.errors import DataError
+from treetrain.core.engine.loss_gradients import predictions_of
+from treetrain.core.errors import DataError
+from treetrain.core.tree.layout import AttentionRange
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.run_folder import FolderRefused, check_contents
 from treetrain.trainers.tree_trainer import TreeTrainer
-from treetrain.tree.layout import AttentionRange
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 import treetrain as tt
 from support.processes import Processes, RankFailed
-from treetrain.engine.extensions.images import Images
-from treetrain.engine.model_passes import ModelPasses
-from treetrain.engine.score import Scored
+from treetrain.core.engine.model_passes import ModelPasses
+from treetrain.core.engine.score import Scored
+from treetrain.layers.images.images import Images
 from treetrain.trainers import zero_processes
 from treetrain.trainers.zero_processes import check_zero
 

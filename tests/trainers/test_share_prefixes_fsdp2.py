@@ -29,8 +29,8 @@ from trainer_runs import (
 import treetrain as tt
 from support.fsdp_on_cpus import let_accelerate_shard, needs_sharding_on_cpus
 from support.processes import Processes, RankFailed
-from treetrain.engine.extensions.process_group import is_shard, is_sharded
-from treetrain.engine.score import Scored, Scoring
+from treetrain.core.engine.score import Scored, Scoring
+from treetrain.parallel.process_group import is_shard, is_sharded
 from treetrain.trainers import step_scores
 
 pytestmark = needs_sharding_on_cpus

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer_runs import BUILDERS, difference, train
 
 from support.processes import Processes
-from treetrain.engine.extensions.process_group import GroupRanks
+from treetrain.parallel.process_group import GroupRanks
 
 
 def both(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.core.tree.trajectory import Trajectory
 from treetrain.trainers.groups import StepSampler, make_groups, sample_groups
-from treetrain.tree.token_tree import build_tree
 
 
 def as_sets(groups) -> set[frozenset[int]]:

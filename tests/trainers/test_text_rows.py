@@ -14,7 +14,7 @@ from vlm_models import CONFIGURATIONS, multimodal, processor
 import treetrain as tt
 from support.models import needs_transformers
 from support.tree_runs import make_arguments
-from treetrain.testing.contract import PureFloat64
+from treetrain.check.contract import PureFloat64
 from treetrain.trainers.tree_trainer import TreeTrainer
 
 needs_transformers("5.16", "Gemma 3 wants token types in training, and Qwen3-VL does not generate from text alone")

@@ -19,7 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Trainer
 import treetrain as tt
 from support.fsdp_on_cpus import needs_sharding_on_cpus
 from support.models import make_model
-from treetrain.testing.contract import DOUBLE, SINGLE
+from treetrain.check.contract import DOUBLE, SINGLE
 
 ROWS = [
     [5, 6, 7, 8, 9, 10],

@@ -48,7 +48,7 @@ from trl import (
 )
 
 import treetrain as tt
-from treetrain.testing.contract import PureFloat64
+from treetrain.check.contract import PureFloat64
 
 WORDS = 40
 SPECIAL = ["<pad>", "<eos>"]

@@ -5,8 +5,8 @@ import pytest
 from trie_of_dicts import check_tree
 
 import treetrain as tt
-from treetrain.errors import DataError
-from treetrain.tree import names
+from treetrain.core.errors import DataError
+from treetrain.core.tree import names
 
 
 def row(ids, first, **facts):

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.tree.layout import cut, flat_reads, pack
-from treetrain.tree.token_tree import build_tree
+from treetrain.core.tree.layout import cut, flat_reads, pack
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.core.tree.trajectory import Trajectory
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=10)
 

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.tree.layout import FULL
-from treetrain.tree.stats import cheapest_rows, distinct_rows, linear_work, tree_stats, tree_work
-from treetrain.tree.token_tree import build_tree
+from treetrain.core.tree.layout import FULL
+from treetrain.core.tree.token_tree import build_tree
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.models.work import cheapest_rows, distinct_rows, linear_work, tree_stats, tree_work
 
 
 @st.composite

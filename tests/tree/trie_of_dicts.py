@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from treetrain.tree.token_tree import TokenTree
+from treetrain.core.tree.token_tree import TokenTree
 
 
 def trie_of(rows: list[list[int]], keys: list[Any] | None = None) -> dict:

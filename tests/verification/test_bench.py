@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.costs import cost_of
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear import LinearEngine
+from treetrain.check import bench as bench_module
+from treetrain.check.bench import PaddedEngine, bench
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.check.verify import PlainModel, relative_error
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.models.costs import cost_of
 from treetrain.models.loading import load_model
-from treetrain.verification import bench as bench_module
-from treetrain.verification.bench import PaddedEngine, bench
-from treetrain.verification.verify import PlainModel, relative_error
 
 LOSSES = {"sft": tt.losses.sft(), "ppo": tt.losses.ppo(entropy=0.01)}
 

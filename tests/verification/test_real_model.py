@@ -5,7 +5,7 @@ import real_model
 import torch
 
 import treetrain as tt
-from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.core.attention.kv_cache import KVCacheView
 
 pytestmark = [
     pytest.mark.slow,

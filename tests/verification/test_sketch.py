@@ -6,11 +6,11 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.meters import CountStorages
-from treetrain.verification import sketch as module
-from treetrain.verification.sketch import sketch, sketch_size, sketched
-from treetrain.verification.verify import verify
+from treetrain.check import sketch as module
+from treetrain.check.sketch import sketch, sketch_size, sketched
+from treetrain.check.verify import verify
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.models.meters import CountStorages
 
 ROWS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9, 4, 2], [5, 6]]
 

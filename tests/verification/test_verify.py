@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treetrain as tt
-from treetrain.engine.engine import TreeEngine
-from treetrain.softmax_attention import rectangles
+from treetrain.core.attention import rectangles
+from treetrain.core.engine.engine import TreeEngine
 
 
 @pytest.fixture

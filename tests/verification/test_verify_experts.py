@@ -6,9 +6,9 @@ import torch
 import treetrain as tt
 from support import moe
 from support.models import make_model
-from treetrain.engine.extensions.experts import Experts
-from treetrain.errors import UnsupportedModel
-from treetrain.testing.forests import with_random_facts
+from treetrain.check.forests import with_random_facts
+from treetrain.core.errors import UnsupportedModel
+from treetrain.layers.experts.experts import Experts
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 ROWS = with_random_facts(IDS, 3)
@@ -40,5 +40,5 @@ def test_routes_that_the_tree_forgets_are_seen(monkeypatch):
     model = make_model("qwen3_moe")
     rows = moe.at_random(ROWS, 2)
     assert tt.verify(model, rows).passed
-    monkeypatch.setattr("treetrain.engine.extensions.experts.by_place", lambda experts, recorded: None)
+    monkeypatch.setattr("treetrain.layers.experts.experts.by_place", lambda experts, recorded: None)
     assert not tt.verify(model, rows).passed

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 from treetrain import __version__
-from treetrain.errors import RanksDisagree, nearest, printable
+from treetrain.core.errors import RanksDisagree, nearest, printable
 
 COMMANDS = {
     "inspect": "how much the rows of a file share, and what computing it once is worth",

@@ -23,7 +23,7 @@ def make_parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Parse, measure, print."""
     options = make_parser().parse_args(argv)
-    from treetrain.verification.bench import bench
+    from treetrain.check.bench import bench
 
     model, rows = sample(options)
     report = bench(model, rows, budget=options.budget, repeats=options.repeats)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from treetrain.errors import nearest, printable
+from treetrain.core.errors import nearest, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from treetrain.data.records import Json
-    from treetrain.data.trajectory import Trajectory
-    from treetrain.inspection.report import Shape
-    from treetrain.verification.verify import TreeReport
+    from treetrain.check.verify import TreeReport
+    from treetrain.core.tree.trajectory import Trajectory
+    from treetrain.logs.inspection.report import Shape
+    from treetrain.logs.records import Json
 
 SKIPPED = "treetrain-skipped.txt"
 """Where `--on_error skip` lists the records that were left out."""
@@ -147,11 +147,11 @@ def json_object(text: str) -> "dict[str, Json]":
 
 def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> "Shape":
     """Find the named `shape` if given, else the shape of `model`, else the default shape. Only `model` needs torch."""
-    from treetrain.inspection.report import Shape
-    from treetrain.planning.cost import ModelShape
+    from treetrain.core.planning.cost import ModelShape
+    from treetrain.logs.inspection.report import Shape
 
     if shape is None and model is not None:
-        from treetrain.engine.costs import count_named
+        from treetrain.models.costs import count_named
 
         return Shape(counts=count_named(model, dtype_bytes), name=model, assumed=False)
     name = shape or "qwen3-8b"
@@ -177,8 +177,8 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
 
     The model determines the tokenizer, and the vocabulary size and length that rows must fit.
     """
-    from treetrain.data.load import detect_format, load
-    from treetrain.planning.make import parse_budget
+    from treetrain.core.planning.make import parse_budget
+    from treetrain.logs.load import detect_format, load
 
     parse_budget(getattr(options, "budget", None))  # a wrong one is refused before anything is read
     files = list(files or options.files)
@@ -223,7 +223,7 @@ def _written_anew(name: str, text: str) -> Path:
 
 def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list[Trajectory]]":
     """Load the model and the rows to run it on, and print notes on the rows."""
-    from treetrain.errors import DataError
+    from treetrain.core.errors import DataError
     from treetrain.trainers.groups import sample_groups
 
     found = read(options)

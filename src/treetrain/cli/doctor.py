@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from treetrain import __version__
 from treetrain.cli.common import Parser, console, pairs, print_json, table
-from treetrain.errors import shortened
+from treetrain.core.errors import shortened
 
 if TYPE_CHECKING:
     import torch
@@ -175,7 +175,7 @@ def find_devices() -> tuple[list[Device], list[str]]:
         import psutil
         import torch
 
-        import treetrain.engine.lm_head  # noqa: F401  (whatever else a broken environment cannot import)
+        import treetrain.core.head.lm_head  # noqa: F401  (whatever else a broken environment cannot import)
     except Exception as error:  # a package that does not load: wrong builds, missing libraries
         return [], [f"torch and what the engine needs cannot be imported: {type(error).__name__}: {shortened(error)}"]
     cores = f"{platform.machine()}, {psutil.cpu_count()} cores, {torch.get_num_threads()} threads"
@@ -208,10 +208,10 @@ def check_kernels(device: "torch.device") -> dict[str, str]:
     """
     import torch
 
-    from treetrain.engine.lm_head import PlainChunk, TritonChunk, self_checked
-    from treetrain.softmax_attention.attention import BACKENDS, ORDER, why_not
-    from treetrain.softmax_attention.schedule import PLAIN_ATTENTION
-    from treetrain.softmax_attention.self_check import failure_of_backend
+    from treetrain.core.attention.attention import BACKENDS, ORDER, why_not
+    from treetrain.core.attention.schedule import PLAIN_ATTENTION
+    from treetrain.core.head.lm_head import PlainChunk, TritonChunk, self_checked
+    from treetrain.kernels.attention_check import failure_of_backend
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     query = torch.empty(1, HEADS, HEAD_SIZE, dtype=dtype, device=device)
@@ -234,7 +234,7 @@ def check_kernels(device: "torch.device") -> dict[str, str]:
 
 
 def _kernels_of_a_gpu() -> dict[str, str]:
-    from treetrain.softmax_attention.attention import ORDER
+    from treetrain.core.attention.attention import ORDER
 
     return dict.fromkeys((*ORDER["cuda"], "LM head"), "compared with its reference before its first use")
 

@@ -22,14 +22,14 @@ from treetrain.cli.common import (
     printable,
     read,
 )
-from treetrain.errors import DataError
+from treetrain.core.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from treetrain.inspection.report import Inspection
-    from treetrain.planning.plan import Plan
+    from treetrain.core.planning.plan import Plan
+    from treetrain.logs.inspection.report import Inspection
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
 NOTHING_TRAINED = 1
@@ -75,8 +75,8 @@ def run(argv: Sequence[str]) -> int:
         parser.error("--calibrate measures a model; name it with --model, and give no --shape")
     if options.show is not None:
         return _show(options)
-    from treetrain.inspection.report import inspect_rows
-    from treetrain.inspection.sample import Sampler
+    from treetrain.logs.inspection.report import inspect_rows
+    from treetrain.logs.inspection.sample import Sampler
 
     shape = find_shape(options.model, options.shape)
     out = console(stderr=True)
@@ -102,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
         plan=_plan(options, measured) if options.calibrate or options.budget is not None else None,
     )
     if options.html is not None:
-        from treetrain.inspection.page import write_page
+        from treetrain.logs.inspection.page import write_page
 
         print_notes([f"the page is {write_page(inspection, options.html)}"])
     if options.json:
@@ -116,7 +116,7 @@ def _show(options: Namespace) -> int:
     """Print one row; trained text has a colour on a terminal, and brackets elsewhere."""
     from rich.text import Text
 
-    from treetrain.inspection.one_row import OneRow, facts_of, notes_on, runs_of, without_folders
+    from treetrain.logs.inspection.one_row import OneRow, facts_of, notes_on, runs_of, without_folders
 
     found = read(options, collect=OneRow(options.show))
     (row,) = found.rows
@@ -189,7 +189,7 @@ def _transcripts(options: Namespace, measured: "Inspection") -> float:
     """FLOPs of the first conversations as transcripts / as calls, each row by itself; 1 where that is not asked."""
     if measured.view != "calls" or not measured.diagnosis.broken:
         return 1.0
-    from treetrain.inspection.report import linear_flops
+    from treetrain.logs.inspection.report import linear_flops
 
     def flops(view: str) -> float:
         again = Namespace(**vars(options) | {"view": view, "on_error": "stop"})
@@ -203,12 +203,12 @@ def _transcripts(options: Namespace, measured: "Inspection") -> float:
 
 def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
     """The plan of all rows as one batch."""
-    from treetrain.planning.cost import CostModel
-    from treetrain.planning.devices import Device
-    from treetrain.planning.make import make_plan
+    from treetrain.core.planning.cost import CostModel
+    from treetrain.core.planning.devices import Device
+    from treetrain.core.planning.make import make_plan
 
     if options.calibrate:
-        from treetrain.verification.bench import measured_cost
+        from treetrain.check.bench import measured_cost
 
         cost = measured_cost(best_device_model(options.model))
     else:
@@ -270,7 +270,7 @@ def _picture(inspection: "Inspection") -> "Text":
     """The tree in a few lines; see `inspection.picture`."""
     from rich.text import Text
 
-    from treetrain.inspection.picture import MARKS, draw
+    from treetrain.logs.inspection.picture import MARKS, draw
 
     picture = draw(inspection.tree, blocks=inspection.tree.num_tokens)
     colours = {"context": "blue", "trained": "dark_orange", "": ""}

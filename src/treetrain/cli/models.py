@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _one(name: str, families: "FamilyTable") -> dict[str, str]:
     """The verdict on one model, and the reason; for one that passes the check, what the tests found for its class."""
-    from treetrain.errors import UnsupportedModel
+    from treetrain.core.errors import UnsupportedModel
     from treetrain.models.loading import check_config, load_config
 
     config = load_config(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, at_least, console, find_shape, pairs, print_json, print_notes, read, table
-from treetrain.errors import nearest
+from treetrain.core.errors import nearest
 
 if TYPE_CHECKING:
     from treetrain.simulation.simulate import Refused, Simulation
@@ -44,13 +44,13 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.ranks > MOST_RANKS:
         parser.error(f"--ranks is {options.ranks}; give at most {MOST_RANKS}")
-    from treetrain.planning.cost import ModelShape
-    from treetrain.planning.devices import find_device
+    from treetrain.core.planning.cost import ModelShape
+    from treetrain.core.planning.devices import find_device
+    from treetrain.core.tree.token_tree import build_tree
+    from treetrain.models.work import cheapest_rows
     from treetrain.simulation.simulate import Simulation, simulate
     from treetrain.simulation.splits import splits_of
     from treetrain.simulation.verdict import verdict
-    from treetrain.tree.stats import cheapest_rows
-    from treetrain.tree.token_tree import build_tree
 
     device = find_device(options.device)
     if options.node is not None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, at_least, console, json_object, print_notes, read
-from treetrain.errors import nearest, quoted
+from treetrain.core.errors import nearest, quoted
 
 if TYPE_CHECKING:
     import yaml
     from peft import LoraConfig
     from transformers import HfArgumentParser
 
-    from treetrain.data.records import Json
+    from treetrain.logs.records import Json
     from treetrain.trainers.arguments import TreeArguments
     from treetrain.trainers.tree_trainer import TreeTrainer
 
@@ -206,8 +206,8 @@ def _trainer(options: Namespace, arguments: "TreeArguments") -> "tuple[TreeTrain
     """Make the trainer of a run; also return notes on its rows."""
     from transformers import EarlyStoppingCallback, TrainerCallback
 
-    from treetrain.data.chat import chat_template_text
-    from treetrain.errors import DataError
+    from treetrain.core.errors import DataError
+    from treetrain.logs.chat import chat_template_text
     from treetrain.models.loading import load_model, load_tokenizer
     from treetrain.trainers.tree_trainer import TreeTrainer
 

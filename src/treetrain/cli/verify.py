@@ -27,7 +27,7 @@ def make_parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Parse, compare, print; 0 if tree and linear agree."""
     options = make_parser().parse_args(argv)
-    from treetrain.verification.verify import verify
+    from treetrain.check.verify import verify
 
     model, rows = sample(options, options.dtype)
     report = verify(model, rows, budget=options.budget, all_gradients=options.all)

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.device_arrays import on_device
-from treetrain.engine.facts import (
+from treetrain.core.device_arrays import on_device
+from treetrain.core.engine.facts import (
     Facts,
     Metrics,
     Reduction,
@@ -31,8 +30,9 @@ from treetrain.engine.facts import (
     require_nonnegative_weights,
     weighted_means,
 )
-from treetrain.engine.loss import Loss, LossSum, Scope, fixed, numeric
-from treetrain.errors import DataError, nearest
+from treetrain.core.errors import DataError, nearest
+from treetrain.core.losses import Loss, LossSum, Scope, fixed, numeric
+from treetrain.core.tree.trajectory import Trajectory
 
 __all__ = [
     "KL_ESTIMATORS",

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from treetrain.errors import DataError, UnsupportedModel, shortened
+from treetrain.core.errors import DataError, UnsupportedModel, shortened
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
     )
 
-    from treetrain.models.capability import Capabilities
+    from treetrain.core.hf.capability import Capabilities
 
 logger = logging.getLogger(__name__)
 TOKENIZER_FOLDER = Path(__file__).parent / "presets"
@@ -78,7 +78,7 @@ def load_model(
     _check_source(name, source, options)
     import torch
 
-    from treetrain.models.capability import with_softcap
+    from treetrain.core.hf.capability import with_softcap
 
     given = {"ignore_mismatched_sizes": True, "output_loading_info": True} | _NO_CODE | options
     reports = logging.getLogger("transformers.modeling_utils")
@@ -253,7 +253,7 @@ def model_without_weights(config: "PreTrainedConfig", **options: object) -> "nn.
     """
     import torch
 
-    from treetrain.models.capability import with_softcap
+    from treetrain.core.hf.capability import with_softcap
 
     try:
         with torch.device("meta"), _few_modules():
@@ -290,7 +290,7 @@ def check_config(config: "PreTrainedConfig", **options: object) -> "Capabilities
     Raises:
         UnsupportedModel: it is not a causal language model, or would not be exact on a tree.
     """
-    from treetrain.models.capability import check_model
+    from treetrain.core.hf.capability import check_model
 
     model = model_without_weights(config, **options)
     return None if model is None else check_model(model)

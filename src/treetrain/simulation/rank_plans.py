@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-from treetrain.planning.balance import Balancer, Dispatch
-from treetrain.planning.collective_order import candidates, choose, offers_of
-from treetrain.planning.cost import CostModel
-from treetrain.planning.make import make_plan, trained_layout
-from treetrain.planning.plan import Bytes, Plan
-from treetrain.tree.token_tree import TokenTree, build_tree
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.make import make_plan, trained_layout
+from treetrain.core.planning.plan import Bytes, Plan
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.parallel.balance import Balancer, Dispatch
+from treetrain.parallel.collective_order import candidates, choose, offers_of
 
 
 class RankPlans(NamedTuple):

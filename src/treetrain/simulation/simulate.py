@@ -9,14 +9,14 @@ No process is started. N ranks are divided in four ways; a `Split` is one combin
     expert   experts are divided over e of these ranks; tokens travel to their experts
 
 A group of c x t ranks is one rank to the planner. A token costs each of them a share of the arithmetic and of the
-memory, plus the links' time. So a step's time is predicted as for one rank (``planning/cost.py``), with three
+memory, plus the links' time. So a step's time is predicted as for one rank (``core/planning/cost.py``), with three
 differences:
 
 1. Collectives within a layer (all-to-all of heads or of experts' tokens, all-reduce of tensor parallel) are on the
    critical path: they add seconds per token and per pass.
 2. FSDP2 gathers the weights in every pass and reduces the gradients in a backward. A GPU overlaps this with the
    arithmetic, except for the first layer (`WeightLinks`). All ranks run every pass together, so each waits for the
-   slowest (``planning/collective_order.py``).
+   slowest (``parallel/collective_order.py``).
 3. Whole copies of weights, or of shards, all-reduce their gradients.
 """
 
@@ -26,15 +26,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treetrain.planning.balance import Balancer
-from treetrain.planning.collective_order import timed_order
-from treetrain.planning.cost import CostModel, ModelCounts, Sharding, Speeds, WeightCollectives
-from treetrain.planning.devices import MEMORY_MARGIN, USABLE, Collective, Device
-from treetrain.planning.make import Bytes, parse_budget
-from treetrain.planning.plan import Plan
+from treetrain.core.planning.cost import CostModel, ModelCounts, Sharding, Speeds, WeightCollectives
+from treetrain.core.planning.devices import MEMORY_MARGIN, USABLE, Collective, Device
+from treetrain.core.planning.make import Bytes, parse_budget
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.token_tree import TokenTree
+from treetrain.parallel.balance import Balancer
+from treetrain.parallel.collective_order import timed_order
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.splits import Split
-from treetrain.tree.token_tree import TokenTree
 
 OPTIMISER_BYTES = 28
 """Bytes that float32 AdamW moves per parameter: reads weight, gradient and two moments, writes weight and moments."""

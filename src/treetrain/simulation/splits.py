@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from treetrain.planning.cost import ModelCounts
-from treetrain.planning.devices import Device
+from treetrain.core.planning.cost import ModelCounts
+from treetrain.core.planning.devices import Device
 
 
 class Split(NamedTuple):

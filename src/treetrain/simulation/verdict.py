@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from treetrain.planning.devices import Device
+from treetrain.core.planning.devices import Device
 from treetrain.simulation.simulate import Refused, Simulation
 
 

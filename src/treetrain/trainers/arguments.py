@@ -15,12 +15,12 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from treetrain.data.advantages import group_advantages
-from treetrain.data.groups import TOKENS_PER_STEP
-from treetrain.data.once import checked_count
-from treetrain.engine.extensions.process_group import wait_for_ranks
-from treetrain.errors import expect, nearest
-from treetrain.planning.make import Bytes, parse_budget
+from treetrain.core.errors import expect, nearest
+from treetrain.core.planning.make import Bytes, parse_budget
+from treetrain.logs.advantages import group_advantages
+from treetrain.logs.groups import TOKENS_PER_STEP
+from treetrain.logs.once import checked_count
+from treetrain.parallel.process_group import wait_for_ranks
 from treetrain.trainers.run_folder import check_name
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Integer, Shaped
 from torch import Tensor, nn
 
-from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES, Image, places_of_images, split_images
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError, expect
-from treetrain.tree.token_tree import TokenTree, build_tree
+from treetrain.core.errors import DataError, expect
+from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES, Image, places_of_images, split_images
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.trajectory import Trajectory
 
 ModelInputs = dict[str, Any]
 """The keyword arguments of a call of the model's forward: tensors, and options of other types."""
@@ -306,8 +306,8 @@ def _images_of(
     given = {name: kwargs[name] for name in IMAGE_INPUTS if kwargs.get(name) is not None}
     if not given:
         return [], None
-    from treetrain.models.capability import causal_lm
-    from treetrain.models.images import image_encoder, reads_token_types
+    from treetrain.core.hf.capability import causal_lm
+    from treetrain.layers.images.encoders import image_encoder, reads_token_types
 
     config: Any = causal_lm(model).config
     types, ids, token = kwargs.get(IMAGE_TYPES), kwargs["input_ids"], config.image_token_id

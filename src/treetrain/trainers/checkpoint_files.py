@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from treetrain.data.records import Json
-from treetrain.errors import quoted, shortened
+from treetrain.core.errors import quoted, shortened
+from treetrain.logs.records import Json
 from treetrain.trainers.run_folder import FolderRefused, delete, is_own
 
 MANIFEST = "manifest.json"

@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from treetrain.data.records import Json
-from treetrain.engine.extensions.process_group import GroupRanks
-from treetrain.engine.ranks import Ranks
-from treetrain.errors import RanksDisagree, shortened
-from treetrain.models.tree_mode import replaced
+from treetrain.core.engine.ranks import Ranks
+from treetrain.core.errors import RanksDisagree, shortened
+from treetrain.core.hf.tree_mode import replaced
+from treetrain.logs.records import Json
+from treetrain.parallel.process_group import GroupRanks
 from treetrain.trainers import run_folder
 from treetrain.trainers.checkpoint_files import (
     CheckpointNotWritten,

@@ -3,7 +3,7 @@
 Both sides get one small batch, made from the trainer's own. So the plain side runs as it would in the trainer: with its
 padding, its positions and its loss. The check must not be what runs out of memory. Rows are cut so that the plain
 forward and backward need no more than the step itself will. Plain gradients are sketched and freed as they come
-(`verification/sketch.py`), and the tree's are those of a step.
+(`check/sketch.py`), and the tree's are those of a step.
 """
 
 import logging
@@ -24,18 +24,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import CausalLMOutput
 
-from treetrain.data.columns import sorted_by_prefix
-from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
-from treetrain.data.trajectory import Trajectory, common_prefix
-from treetrain.engine.costs import compute_dtype
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.first_use import accept, advice
-from treetrain.engine.ranks import Ranks
-from treetrain.engine.score import Scored
-from treetrain.kernel_checks import relative_error
-from treetrain.models.capability import causal_lm, model_device
-from treetrain.models.images import image_encoder, joined_images, reads_token_types
-from treetrain.models.row_scores import POSITIONS, scores_of_logits
+from treetrain.check.first_use import accept, advice
+from treetrain.check.row_scores import POSITIONS, scores_of_logits
+from treetrain.check.sketch import gradients_as_they_come, sketch_size, sketched
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.engine.ranks import Ranks
+from treetrain.core.engine.score import Scored
+from treetrain.core.hf.capability import causal_lm, model_device
+from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
+from treetrain.core.tree.trajectory import Trajectory, common_prefix
+from treetrain.kernels.checks import relative_error
+from treetrain.layers.images.encoders import image_encoder, joined_images, reads_token_types
+from treetrain.logs.columns import sorted_by_prefix
+from treetrain.models.costs import compute_dtype
+from treetrain.models.work import linear_work
 from treetrain.trainers.batches import (
     IGNORED,
     TOKEN_TYPES,
@@ -48,8 +50,6 @@ from treetrain.trainers.batches import (
     tree_of,
 )
 from treetrain.trainers.skipped_steps import not_finite
-from treetrain.tree.stats import linear_work
-from treetrain.verification.sketch import gradients_as_they_come, sketch_size, sketched
 
 logger = logging.getLogger(__name__)
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from transformers import Trainer
 
-from treetrain.data.trajectory import common_prefix
-from treetrain.errors import DataError
-from treetrain.planning.cost import CostModel
+from treetrain.core.errors import DataError
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.trajectory import common_prefix
+from treetrain.models.work import linear_work, tree_work
 from treetrain.trainers.batches import ModelInputs, model_inputs, rows_of
-from treetrain.tree.stats import linear_work, tree_work
-from treetrain.tree.token_tree import TokenTree, build_tree
 
 if TYPE_CHECKING:
-    from treetrain.engine.score import Scored
+    from treetrain.core.engine.score import Scored
 
 STEPS = 3
 """Optimizer steps before the line and the warning."""

@@ -11,15 +11,15 @@ from jaxtyping import Bool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treetrain.data.columns import Int64s, columns_of
-from treetrain.data.groups import RowNumbers, batches_of_pass, cut_evenly, group_rows, make_groups
-from treetrain.data.trajectory import Trajectory
-from treetrain.engine.costs import cost_if_countable
-from treetrain.errors import DataError, expect
-from treetrain.planning.balance import dispatch
+from treetrain.core.errors import DataError, expect
+from treetrain.core.tree.token_tree import TokenTree, as_tree
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.logs.columns import Int64s, columns_of
+from treetrain.logs.groups import RowNumbers, batches_of_pass, cut_evenly, group_rows, make_groups
+from treetrain.models.costs import cost_if_countable
+from treetrain.models.work import linear_work, tree_work
+from treetrain.parallel.balance import dispatch
 from treetrain.trainers.arguments import TreeArguments
-from treetrain.tree.stats import linear_work, tree_work
-from treetrain.tree.token_tree import TokenTree, as_tree
 
 if TYPE_CHECKING:
     from transformers import Trainer

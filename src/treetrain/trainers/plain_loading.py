@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from treetrain.models.tree_mode import replaced
+from treetrain.core.hf.tree_mode import replaced
 
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """Variables that `torch.load` reads at every call."""

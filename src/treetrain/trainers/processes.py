@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
 
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.score import Scored
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.engine.score import Scored
 from treetrain.trainers.step_scores import Step, StepScores
 
 
@@ -40,7 +40,7 @@ class Processes:
     def check(self, trainer: Trainer) -> None:
         """Raise ValueError for settings that cannot be exact."""
         if dist.is_available() and dist.is_initialized():
-            from treetrain.engine.extensions.process_group import is_sharded
+            from treetrain.parallel.process_group import is_sharded
 
             if trainer.model is not None and is_sharded(trainer.model):
                 raise ValueError(

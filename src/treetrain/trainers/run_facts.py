@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, TrainingArguments
 
-from treetrain.data.records import Json
-from treetrain.data.trajectory import Trajectory
-from treetrain.errors import shortened
-from treetrain.models.capability import causal_lm
+from treetrain.core.errors import shortened
+from treetrain.core.hf.capability import causal_lm
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.logs.records import Json
 
 SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay"),

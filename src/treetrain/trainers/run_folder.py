@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from treetrain.errors import quoted
+from treetrain.core.errors import quoted
 
 OWN = ".treetrain"
 MARK, MARK_TEXT = "treetrain.txt", "Written by treetrain, which may replace or delete this folder.\n"

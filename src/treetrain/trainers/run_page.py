@@ -18,9 +18,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
-from treetrain.data.files import write_file
-from treetrain.errors import DataError, quoted, shortened
-from treetrain.inspection.page import BEGINS, render
+from treetrain.core.errors import DataError, quoted, shortened
+from treetrain.logs.files import write_file
+from treetrain.logs.inspection.page import BEGINS, render
 
 STATE = "trainer_state.json"
 COLOURS = {"c0": "#0b6fb8", "c1": "#d9730d", "c2": "#0b8a63", "c3": "#b0509a", "soft": "#5b6672", "grid": "#e9ecf0"}

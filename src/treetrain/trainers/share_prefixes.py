@@ -3,9 +3,9 @@
 The trainers ask their model for the log-probabilities of a batch and compute the loss from them. Here the model's
 forward answers these calls: it recovers the rows of the batch, scores them as a prefix tree (`TreeEngine.score`) and
 returns leaves in the shape that the trainer expects. The trainer's own backward ends in the leaves, and their gradients
-wait in ``.grad`` (`treetrain.engine.deferred`) until they run through the tree, once. That is at the end of the last
-training step whose rows the tree holds, or when something needs the gradients earlier. No loss, metric or schedule is
-copied.
+wait in ``.grad`` (`treetrain.core.engine.deferred`) until they run through the tree, once. That is at the end of the
+last training step whose rows the tree holds, or when something needs the gradients earlier. No loss, metric or schedule
+is copied.
 """
 
 import functools
@@ -24,18 +24,18 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import ModelOutput
 
-from treetrain.data.images import IMAGE_INPUTS, IMAGE_TYPES
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.ranks import Ranks
-from treetrain.errors import UnsupportedModel
-from treetrain.models.capability import causal_lm
-from treetrain.models.tree_mode import RUN_KEYWORD, replaced
-from treetrain.planning.make import Bytes
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.engine.ranks import Ranks
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.capability import causal_lm
+from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
+from treetrain.core.planning.make import Bytes
+from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of, with_labels
 from treetrain.trainers.step_scores import Ask, StepScores, TreeScores
 
 if TYPE_CHECKING:
-    from treetrain.engine.score import Scored
+    from treetrain.core.engine.score import Scored
     from treetrain.trainers.first_step import Sample
     from treetrain.trainers.gains import GainsState
     from treetrain.trainers.processes import Processes
@@ -524,7 +524,7 @@ class PrefixSharing:
         Args:
             ranks: those that run every pass together.
         """
-        from treetrain.engine.extensions.first_use import accept
+        from treetrain.check.first_use import accept
         from treetrain.trainers.first_step import FirstStep
 
         alone = self.check == "rows"
@@ -579,8 +579,8 @@ class PrefixSharing:
         self, engine: TreeEngine, model: nn.Module, head: FusedHead, rows: Rows, training: bool, *, balanced: bool
     ) -> tuple[TreeScores, slice]:
         """The scores of a tree that holds these rows, and the slice of its rows that they are."""
-        from treetrain.engine.engine_model import ScoredModel
-        from treetrain.engine.extensions.first_use import users_hooks
+        from treetrain.check.first_use import users_hooks
+        from treetrain.core.engine.engine_model import ScoredModel
 
         collective = engine.sharing.collective
         # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.
@@ -827,7 +827,7 @@ def image_arguments(model: nn.Module, given: Iterable[str]) -> set[str]:
     images = {*IMAGE_INPUTS, IMAGE_TYPES} & {*given}
     if not images:
         return images
-    from treetrain.models.images import arguments_of, image_encoder, takes_images
+    from treetrain.layers.images.encoders import arguments_of, image_encoder, takes_images
 
     inner = image_encoder(model)
     if inner is None or not takes_images(model):
@@ -837,7 +837,7 @@ def image_arguments(model: nn.Module, given: Iterable[str]) -> set[str]:
 
 def refused_arguments(unknown: Sequence[str]) -> ValueError:
     """The error for a call with arguments of these names, which trees do not know."""
-    from treetrain.models.images import FAMILIES
+    from treetrain.layers.images.encoders import FAMILIES
 
     if media := [name for name in unknown if name.startswith(MEDIA) or name in TOKEN_TYPES]:
         return ValueError(
@@ -911,7 +911,7 @@ def check_trainer(trainer: Trainer, output_kind: OutputKind) -> None:
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with {reason}")
     if images := {"image", "images"} & columns:
-        from treetrain.models.images import FAMILIES, takes_images
+        from treetrain.layers.images.encoders import FAMILIES, takes_images
 
         if not takes_images(model):
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine.extensions.process_group import own_part
+from treetrain.parallel.process_group import own_part
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from treetrain.engine.ranks import Ranks
+from treetrain.core.engine.ranks import Ranks
+from treetrain.core.tree.token_tree import TokenTree
 from treetrain.trainers.batches import ModelInputs, Rows, model_inputs, tree_of
-from treetrain.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from treetrain.engine.engine_model import ScoredModel
-    from treetrain.engine.score import Scored
+    from treetrain.core.engine.engine_model import ScoredModel
+    from treetrain.core.engine.score import Scored
 
 CUTS = 2
 """Micro-batches are scored together until so many joint trees were cut, because gradients were needed early."""

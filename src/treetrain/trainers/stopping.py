@@ -15,7 +15,7 @@ from typing import Protocol
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from treetrain.engine.ranks import Ranks
+from treetrain.core.engine.ranks import Ranks
 from treetrain.trainers.skipped_steps import SkippedSteps
 
 

@@ -15,11 +15,11 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from treetrain.engine.engine import checked_temperature
-from treetrain.engine.extensions.process_group import output_dtype
-from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, check_head, score_edges, scoring_head, zero_of
-from treetrain.errors import DataError
-from treetrain.models.capability import causal_lm, head_capabilities
+from treetrain.core.engine.engine import checked_temperature
+from treetrain.core.errors import DataError
+from treetrain.core.head.lm_head import Edges, ScoreRequest, Scores, check_head, score_edges, scoring_head, zero_of
+from treetrain.core.hf.capability import causal_lm, head_capabilities
+from treetrain.parallel.process_group import output_dtype
 from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
 from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput, image_arguments
 

@@ -38,31 +38,31 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 
 from treetrain import losses
-from treetrain.data.advantages import advantages_of_groups
-from treetrain.data.columns import columns_of
-from treetrain.data.once import count_once
-from treetrain.data.records import Json
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
-from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.experts import RouterBalance
-from treetrain.engine.extensions.process_group import is_sharded
-from treetrain.engine.facts import Facts, Metrics, add_metrics, describe, mean_metrics
-from treetrain.engine.linear import LinearEngine
-from treetrain.engine.loss import Loss, LossProtocol, StepResult, as_loss, summed
-from treetrain.engine.memory import expandable_segments
-from treetrain.errors import DataError, expect, nearest, shortened
+from treetrain.check.linear_engine import LinearEngine
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.engine.facts import Facts, Metrics, add_metrics, describe, mean_metrics
+from treetrain.core.engine.memory import expandable_segments
+from treetrain.core.errors import DataError, expect, nearest, shortened
+from treetrain.core.hf.capability import loaded, model_device
+from treetrain.core.hf.tree_mode import replaced
+from treetrain.core.losses import Loss, LossProtocol, StepResult, as_loss, summed
+from treetrain.core.planning.make import PART_TOKENS
+from treetrain.core.tree.token_tree import as_tree
+from treetrain.core.tree.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.layers.experts.experts import RouterBalance
+from treetrain.logs.advantages import advantages_of_groups
+from treetrain.logs.columns import columns_of
+from treetrain.logs.once import count_once
+from treetrain.logs.records import Json
 from treetrain.losses import PolicyLoss
-from treetrain.models.capability import loaded, model_device
-from treetrain.models.tree_mode import replaced
-from treetrain.planning.balance import dispatch
-from treetrain.planning.make import PART_TOKENS
+from treetrain.models.costs import cost_if_countable
+from treetrain.parallel.balance import dispatch
+from treetrain.parallel.process_group import is_sharded
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.groups import Call, CallInputs, StepDataset, StepSampler, make_groups, step_loader
 from treetrain.trainers.relied_on import is_tested
 from treetrain.trainers.run_facts import facts_of_loss
-from treetrain.tree.token_tree import as_tree
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from treetrain.data.records import Json
-from treetrain.engine.deferred import DeferredGradient
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.extensions.zero import head_read_outside
-from treetrain.engine.score import Scored
+from treetrain.core.engine.deferred import DeferredGradient
+from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.engine.score import Scored
+from treetrain.logs.records import Json
+from treetrain.parallel.zero import head_read_outside
 from treetrain.trainers.sharded_processes import ShardedProcesses
 from treetrain.trainers.step_scores import StepScores
 

@@ -1,0 +1,731 @@
+"""The engine: gradients of any loss over branching trajectories; every shared prefix is computed once.
+
+One step: check the rows and pack their tree, plan its parts, run each part forward and backward, and add up the loss.
+"""
+
+import difflib
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.executor import Executor
+from treetrain.core.engine.extension import Extension, LossExtension, Reduces
+from treetrain.core.engine.facts import Metrics
+from treetrain.core.engine.loss_gradients import (
+    Batch,
+    KnownGradients,
+    Mask,
+    StreamedGradients,
+    check_batch,
+    last_states,
+    predictions_of,
+    sum_by_place,
+)
+from treetrain.core.engine.memory import Rollback, Try
+from treetrain.core.engine.model_passes import ModelPasses
+from treetrain.core.engine.ranks import Ranks, Sharing
+from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.core.hf.capability import Capabilities, loaded
+from treetrain.core.hf.tree_mode import instance_of
+from treetrain.core.losses import Loss, LossProtocol, StepResult, as_loss, needs_logprobs, summed
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.make import PART_TOKENS, Bytes, parse_budget
+from treetrain.core.planning.partition import whole_trees
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import PackedLayout, pack, pack_states
+from treetrain.core.tree.token_tree import Row, TokenTree, as_tree, build_tree
+from treetrain.core.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treetrain.core.engine.score import Scored
+    from treetrain.layers.experts.experts import RouterBalance
+
+F = TypeVar("F", bound=Callable[..., None])
+WORTH_A_LOOK = 1.05
+"""If rows have more than this many times the tree's tokens, sharing wins, and no plan without sharing is tried."""
+
+
+class Step(NamedTuple):
+    """A step that has been checked on every rank."""
+
+    tree: TokenTree
+    batch: Batch
+    loss: Loss
+    normaliser: float
+    """The step's normaliser, divided by the number of data-parallel ranks, since gradients are averaged over them."""
+    rows: Sequence[Trajectory]
+    """The rows of all ranks, if the loss needs them."""
+    masked: bool
+    """Whether the caller gave a mask of predictions."""
+
+
+def unknown_named(init: F) -> F:
+    """An ``__init__`` whose error for an unknown argument names those that there are."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(self: object, *args: object, **options: object) -> None:
+        for name in options.keys() - set(known):
+            near = "".join(f" (did you mean {x}?)" for x in difflib.get_close_matches(name, known, n=1))
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}{near}; it has {', '.join(known)}")
+        init(self, *args, **options)
+
+    return cast("F", checked)
+
+
+def checked_temperature(value: float) -> float:
+    """The temperature; raises ValueError unless it is above 0 and finite."""
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or not 0 < float(value) < float("inf"):
+        raise ValueError(f"temperature={value!r}: it divides the logits, so it must be above 0 and finite")
+    return float(value)
+
+
+class TreeEngine:
+    """Runs batches of trajectories on a Hugging Face causal LM as prefix trees.
+
+    Args:
+        model: a causal LM, plain or wrapped by peft; calls change only its ``.grad``.
+        budget: an int bounds the tokens whose graph is alive at once; any tree runs at any int. A string such as "8GiB"
+            bounds the peak memory above model, gradients and optimiser state. None takes what the device has free.
+        temperature: divides the logits before the softmax.
+        value_head: maps the inputs of a causal LM's head, [n, hidden], to values [n] (or [n, c]),
+            for losses that need values. A model for token or sequence classification has its own head, and no
+            log-probabilities.
+        group: a torch.distributed group whose processes share each step, with the same model and their own rows (or
+            none). Loss, metrics and gradients are those of all rows together. None: the ranks of a model in FSDP2
+            (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
+        context: a group whose processes all pass the same rows, and divide the tokens of every part among them (context
+            parallel; see docs/distributed.md). ``budget`` applies to each process. The processes that share a step
+            include every context group as a whole.
+        compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
+            takes a minute in the first step. None: on a GPU, unless in FSDP2 or tensor parallel.
+        check: at the first use of the model, and again when its classes, forwards, hooks or adapters have changed,
+            compare a forest of a few dozen tokens with its rows one by one in the plain model. Hooks see these calls.
+            False does not compare. Models that processes divide (FSDP2, ZeRO-3, tensor and context parallel) are not
+            compared: `share_prefixes` does so in its first step, `verify` before the model is divided.
+
+    Raises:
+        UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
+        ValueError: a temperature that is not above 0, or a budget that is neither tokens nor bytes.
+    """
+
+    merge = True
+    """Whether rows that share a prefix are computed together; False for the linear baseline."""
+    passes_type: type[ModelPasses] = ModelPasses
+
+    @unknown_named
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: int | str | Bytes | None = None,
+        temperature: float = 1.0,
+        value_head: nn.Module | None = None,
+        group: "dist.ProcessGroup | None" = None,
+        context: "dist.ProcessGroup | None" = None,
+        compile_layers: bool | None = None,
+        check: bool = True,
+    ):
+        model, self.sharing = loaded(model), Sharing()
+        if dist.is_available() and dist.is_initialized():
+            from treetrain.parallel.sharing import shared
+
+            model, value_head, self.sharing = shared(model, value_head, group, context)
+        if compile_layers and not self.sharing.may_compile:
+            raise UnsupportedModel(
+                "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
+                "not been verified: leave it out"
+            )
+        self.ranks: Ranks = self.sharing.ranks
+        """The processes that share each step."""
+        temperature = checked_temperature(temperature)
+        parsed, shares = parse_budget(budget), self.sharing.divides_parts
+        if isinstance(parsed, Bytes):
+            parsed = Bytes(parsed.count * shares)
+        elif parsed is not None:
+            parsed *= shares
+        self.prepared = EngineModel(
+            model,
+            value_head,
+            budget=parsed,
+            temperature=temperature,
+            sharing=self.sharing,
+            compile_layers=compile_layers,
+        )
+        self.sharing.check_model(self.prepared.capabilities)
+        self.check = check
+        """Whether the model is compared with its rows one by one at first use."""
+        self.accepted: dict[object, object] = {}
+        """The states of the model that were compared last, by mode; see `first_use`."""
+
+    # ---- the model and its plans
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without a wrapper of `DistributedDataParallel`."""
+        return self.prepared.model
+
+    @property
+    def value_head(self) -> nn.Module | None:
+        """The head that makes values, if one was given."""
+        return self.prepared.value_head
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model and the value head, each once."""
+        self.prepared.read()
+        return self.prepared.parameters
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The part of the model's capabilities that the latest call asked for."""
+        return self.prepared.capabilities
+
+    @property
+    def budget(self) -> int | Bytes | None:
+        """The budget; of all processes together that divide the tokens of parts."""
+        return self.prepared.budget
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits before the softmax; it may be set between calls.
+
+        Raises:
+            ValueError: a temperature that is not above 0.
+        """
+        return self.prepared.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self.prepared.temperature = checked_temperature(value)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the model adds an auxiliary loss of its routers, over all tokens of a step."""
+        return self.prepared.capabilities.auxiliary != 0
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model of this model as it is now: counted without running it, with published speeds.
+
+        What compiled layers save for backward is as counted until a step, `plan` or `warm_up` has measured it.
+
+        Raises:
+            UnsupportedModel: a model that cannot be counted.
+        """
+        from treetrain.models.costs import cost_of
+
+        cost = cost_of(self.model)
+        return replace(cost, counts=self.prepared.measured(cost.counts))
+
+    def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
+        """The tree of a batch; raises DataError for rows that are no token ids."""
+        return as_tree(rows, merge=self.merge)
+
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """The plan of a layout under the engine's budget."""
+        return self.prepared.plan(layout, self.prepared.budget)
+
+    def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
+        """The plan of a training step on these trajectories under the engine's budget.
+
+        Raises:
+            DataError: rows that the model cannot read.
+            UnsupportedModel: the model has changed and would not be exact on a tree now.
+        """
+        self.prepared.capabilities = self.prepared.check()
+        tree = self.tree_of(trajectories)
+        self._check_tree(tree)
+        self._measure()
+        plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
+        return self._faster(tree, plan)[1]
+
+    def warm_up(self, plan: Plan | None = None) -> float:
+        """Compile layers for the steps of a run before the first of them, in the dtype and autocast of the call.
+
+        Nothing happens if layers do not run compiled, or if the model adds a loss of its routers. Gradients, hooks and
+        buffers do not see these passes. Under context parallel every rank makes the call.
+
+        Args:
+            plan: the plan of a step, as from `plan`. None compiles for passes with and without gradient; parts of one
+                token, which are compiled for separately, only come with a plan that has them.
+
+        Returns:
+            seconds.
+
+        Raises:
+            UnsupportedModel: the model would not be exact on a tree.
+        """
+        model = self.prepared
+        with self.sharing.passes_with.together("warm_up"):
+            model.capabilities = model.check()
+            if not model.can_warm_up:
+                return 0.0
+            from treetrain.kernels.warm_up import warm_up
+
+            return warm_up(model, self.passes_type, plan)
+
+    def _measure(self) -> None:
+        """Measure what compiled layers save for backward, before the first plan that counts on it."""
+        if self.prepared.can_warm_up:
+            from treetrain.kernels.warm_up import measure
+
+            measure(self.prepared, self.passes_type)
+
+    # ---- a training step
+
+    def forward_backward(
+        self,
+        trajectories: Sequence[Trajectory] | TokenTree,
+        loss: LossProtocol | Callable[..., object],
+        normaliser: float | None = None,
+        balance: "RouterBalance | None" = None,
+        *,
+        sync: bool = True,
+        mask: Mask | None = None,
+    ) -> StepResult:
+        """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
+
+        Args:
+            loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum and
+                metrics. If its ``needs`` list "predicted_values", it also gets ``values``, [L - 1]. For losses of this
+                library, only predictions with a loss weight are computed; a loss of your own gets every row and every
+                prediction.
+            normaliser: divides the sum; when accumulating over calls, pass that of the whole step. None takes
+                ``loss.normaliser``.
+            balance: the routers' balance over the whole step: the sum of `router_balance` over its calls. None treats
+                each call as a step. If the model's configuration asks for the routers' auxiliary loss
+                (``output_router_logits`` and ``router_aux_loss_coef``), that loss is over all tokens of all rows.
+            sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
+                step but the last.
+            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
+                sees 0 there. None computes those with a loss weight for losses of this library, and all for your own.
+
+        Returns:
+            loss, metrics and counts of the rows of all ranks. A single process on a GPU returns when the work is
+            queued, so it can prepare the next batch meanwhile; reading loss or metrics waits.
+
+        Raises:
+            RanksDisagree: another rank failed, or its settings differ.
+            DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
+                a fact that the loss needs and a row lacks.
+            ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0, bytes that no
+                plan fits into.
+            TypeError: the loss cannot be called as one, or does not return a scalar and metrics.
+            UnsupportedModel: see the class.
+            RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
+        """
+        ranks = self.ranks
+        with ranks.together("forward_backward"):
+            step = self._prepare(trajectories, loss, normaliser, mask)
+            if self.balanced and balance is None and ranks.data_size > 1:
+                asked = self.prepared.capabilities
+                balance = self.router_balance(step.tree)
+                self.prepared.capabilities = asked
+            step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
+            self._compare_first_use(step.tree)
+            with Rollback(self.prepared.parameters, self.sharing) as rollback:
+                result = self._run(step, plan, reduces, balance, rollback)
+                if ranks.data_size > 1:
+                    result = summed(ranks.per_data_rank(ranks.exchange(result.on_host())), over=ranks.data_size)
+        if sync:
+            self.sharing.average_gradients(self.prepared.parameters)
+        return result
+
+    def _prepare(
+        self,
+        trajectories: Sequence[Trajectory] | TokenTree,
+        loss: object,
+        normaliser: float | None,
+        mask: Mask | None,
+    ) -> Step:
+        """Check a step on all ranks before any rank runs it, and pack its rows.
+
+        Raises:
+            DataError, TypeError, ValueError, UnsupportedModel: something is wrong on this rank.
+            RanksDisagree: something is wrong on another rank, or settings differ.
+        """
+        model, ranks = self.prepared, self.ranks
+        loss = as_loss(loss, normaliser)
+        model.capabilities = model.check().asked(logprobs=needs_logprobs(loss), values="predicted_values" in loss.needs)
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
+        if not any(p.requires_grad for p in self.prepared.parameters):
+            raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
+        self.sharing.check_hooks(self.prepared.parameters)
+        self._check_device()
+        tree = self.tree_of(trajectories)
+        self._check_tree(tree)
+        self._measure()
+        predicted = predictions_of(tree, mask)
+        rows: Sequence[Trajectory] | None = tree.trajectories
+        weight = 0.0
+        if not ranks.alone:
+            from treetrain.parallel.sharing import rows_of_all_ranks
+
+            rows, weight = rows_of_all_ranks(model, type(self).__name__, tree.trajectories, loss, normaliser)
+        if rows is not None:
+            loss.check(rows)
+            whole = loss.normaliser(rows) if normaliser is None else normaliser
+        else:
+            whole = weight if normaliser is None else normaliser
+            if normaliser is None and whole <= 0:
+                raise DataError(
+                    f"nothing to train: the loss weights of all rows on all {ranks.data_size} ranks sum to 0 (entry 0 "
+                    "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
+                )
+        number = isinstance(whole, SupportsFloat) and not isinstance(whole, bool | str)
+        if not number or not 0 < float(whole) < float("inf"):
+            given = float(whole) if number else repr(whole)
+            raise ValueError(
+                f"the normaliser is {given}; a step's loss is divided by it, so it must be above 0 and finite"
+            )
+        whole = float(whole)
+        batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
+        ranks.exchange(None)  # ranks with the same tokens may have different facts: one may fail here and others not
+        model.free = self.sharing.agree_on_plan(ranks, batch.layout, model.free)
+        return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
+
+    def _check_device(self) -> None:
+        """Refuse a model without weights, and a default device on which tensors would be made beside the model's."""
+        own, default = self.prepared.device, torch.get_default_device()
+        if own.type == "meta":
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} is on the meta device, which holds no weights: load them "
+                "(from_pretrained), or give it some (model.to_empty(device=...) and an initialisation)"
+            )
+        if default.type not in ("cpu", own.type):
+            raise ValueError(
+                f"the default device is {default} (with torch.device(...), or torch.set_default_device) and the model "
+                f"is on {own}: tensors would be made beside it. Call this outside of that block"
+            )
+
+    def _check_tree(self, tree: TokenTree) -> None:
+        """Raise DataError for rows that the model cannot read; count what their images need besides the parts."""
+        check_batch(tree, self.prepared.capabilities)
+        if tree.experts is not None:
+            from treetrain.layers.experts.experts import check_recorded
+
+            check_recorded(tree, self.prepared.capabilities.experts)
+        if tree.images is not None:
+            from treetrain.layers.images.encoders import check_images
+            from treetrain.layers.images.images import encoder_memory
+
+            check_images(self.model, tree)
+            self.prepared.beside = encoder_memory(self.model, tree.images.distinct)
+            if self.sharing.collective or not self.sharing.passes_with.alone:
+                raise UnsupportedModel(
+                    "rows with images on a model that processes divide among them (FSDP2, ZeRO-3, tensor or context "
+                    "parallel) have not been verified: use one process, DistributedDataParallel, or ZeRO-1 or 2"
+                )
+
+    def _plan_step(self, step: Step, *, sync: bool, balance: "RouterBalance | None") -> tuple[Step, Plan, Reduces]:
+        """Plan this rank's passes, and say which backwards reduce sharded gradients."""
+        batch, ranks = step.batch, self.ranks
+        tree, plan = batch.tree, self.plan_of(batch.layout)
+        if not step.masked and batch.weighted:
+            tree, plan = self._faster(step.tree, plan)
+        reduces: Reduces = "each"
+        if not ranks.alone:
+            routers = None if balance is None else (balance.tokens, balance.choices.tolist())
+            ranks.same(
+                {
+                    "sync": sync,
+                    "the normaliser that the loss gives": step.normaliser * ranks.data_size,
+                    "the balance of the routers": routers,
+                }
+            )
+        if self.sharing.collective:
+            from treetrain.parallel.sharded import plan_together
+
+            # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
+            apart = not step.masked and self.merge and not self.balanced
+            tree, plan, reduces = plan_together(self.prepared, tree, plan, weighted=batch.weighted, apart=apart)
+        if tree is not batch.tree:
+            step = step._replace(batch=Batch.of(tree, weighted=batch.weighted))
+        return step, plan, reduces if sync else "never"
+
+    def _faster(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
+        """The tree and its plan, or the rows without sharing and theirs, if these are predicted to be faster.
+
+        A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
+        """
+        budget, cost = self.prepared.budget, self.prepared.cost
+        if not self.merge or self.balanced or isinstance(budget, Bytes) or cost is None or plan.num_parts < 2:
+            return tree, plan
+        if int(tree.trained_edges()[1].sum()) > WORTH_A_LOOK * plan.layout.num_tokens:
+            return tree, plan
+        rows = build_tree(tree.trajectories, merge=False)
+        layout = pack(rows, rows.trained_edges()[0] > 0)
+        if budget is not None and int(layout.positions.max(initial=0)) >= budget:
+            return tree, plan
+        alone = whole_trees(layout, min(PART_TOKENS[cost.device], budget or sys.maxsize))
+        return (rows, alone) if cost.seconds(alone) < cost.seconds(plan) else (tree, plan)
+
+    def _run(
+        self, step: Step, plan: Plan, reduces: Reduces, balance: "RouterBalance | None", rollback: Rollback
+    ) -> StepResult:
+        """Accumulate the gradients of this rank's part of a step."""
+        model, scale = self.prepared, self.prepared.capabilities.auxiliary * self.ranks.data_size
+        attach = functools.partial(
+            model.extensions, step.batch.tree, balanced=self.balanced, whole=balance, scale=scale, reduces=reduces
+        )
+        if step.loss.scope == "batch":
+            from treetrain.core.engine.score import Scoring, run_batch_loss
+
+            scoring = Scoring(model, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
+            total, sums = run_batch_loss(
+                step.loss, step.normaliser, step.batch, step.rows, scoring, scale, reduces, rollback
+            )
+            parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
+            added = scoring.added_loss
+        else:
+            for attempt in model.tries(plan, rollback):
+                with attempt:
+                    extensions = attach()
+                    total, sums = self._stream(step, attempt, extensions)
+            counts, added = attempt.counts, instance_of(LossExtension, extensions)
+            parts, without_graph, attention = counts.parts, counts.tokens_without_graph, counts.attention
+        if added is not None:
+            total, sums = added.added_to(total, sums)
+        return StepResult(
+            loss_tensor=total,
+            metric_sums=sums,
+            flat_tokens=step.tree.num_flat_tokens,
+            unique_tokens=step.tree.num_tokens,
+            computed_tokens=step.batch.layout.num_tokens,
+            recomputed_tokens=without_graph,
+            parts=parts,
+            attention=attention,
+        )
+
+    def _stream(self, step: Step, attempt: Try, extensions: list[Extension]) -> tuple[Tensor | float, Metrics]:
+        """Run the plan once for a loss that sums over trajectories; each is evaluated when its last edge is scored."""
+        model, plan, counts = self.prepared, attempt.plan, attempt.counts
+        batch, loss, normaliser = step.batch, step.loss, step.normaliser
+        table = model.table(batch.layout, entropy="entropies" in loss.needs)
+
+        has_passes = plan.num_parts > 0 or self.sharing.collective
+        added = instance_of(LossExtension, extensions)
+        if has_passes and added is not None and plan.num_parts > 1 and not added.known:
+            first = self.passes_type(model, extensions, counts, None)
+            Executor(plan, first, gradients=False).score()
+            added.settle()
+        facts = coefficients = None
+        if has_passes and "entropies" not in loss.needs:
+            facts = batch.facts(table.logprobs)
+            coefficients = loss.coefficients(facts)
+        if coefficients is not None:
+            known = sum_by_place(table.logprobs, batch.edges, coefficients) / normaliser
+            gradients = KnownGradients(table, known)
+        else:
+            gradients = StreamedGradients(table, batch, loss, normaliser)
+        if has_passes:
+            passes = self.passes_type(model, extensions, counts, table, gradients)
+            Executor(plan, passes, gradients=True).train()
+        if isinstance(gradients, StreamedGradients):
+            gradients.finish()
+            return gradients.total, gradients.sums
+        assert facts is not None
+        with torch.no_grad():
+            total, sums = loss.packed(batch.at_edges(table.logprobs), None, facts, None)
+        return total / normaliser, sums
+
+    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> "RouterBalance":
+        """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.
+
+        Raises:
+            ValueError: a model without experts.
+        """
+        from treetrain.layers.experts.experts import Experts
+
+        model, ranks = self.prepared, self.ranks
+        with ranks.together("router_balance"):
+            model.capabilities = model.check()
+            tree = self.tree_of(trajectories)
+            self._check_tree(tree)
+            if self.prepared.capabilities.experts is None:
+                raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
+            layout = pack(tree, trim=False)
+            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
+            plan = self.plan_of(layout)
+            ranks.exchange(None)  # all ranks have a plan, or none runs a pass
+            for attempt in model.tries(plan):
+                with attempt:
+                    extensions = model.extensions(tree, balanced=True)
+                    passes = self.passes_type(model, extensions, attempt.counts, None)
+                    Executor(attempt.plan, passes, gradients=False).score()
+            own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
+            balances = ranks.per_data_rank(ranks.exchange(own))
+        return functools.reduce(operator.add, balances).to(model.device)
+
+    # ---- scores
+
+    def score(
+        self,
+        rows: Sequence[Row] | TokenTree,
+        *,
+        entropies: bool = False,
+        values: bool = False,
+        rewards: bool = False,
+        statistics: bool = False,
+        mask: Mask | None = None,
+        images: Sequence[Mapping[str, object] | None] | None = None,
+    ) -> "Scored":
+        """Run the batch as a tree and return leaf tensors, one per row, for any loss.
+
+        Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. The graphs that fit into
+        the budget are kept in between; the other parts run again (``.plan`` says which). Under ``torch.no_grad``
+        nothing is kept. Under FSDP2 every rank must make the call, even without rows.
+
+        Args:
+            rows: K lists, arrays or tensors of token ids, trajectories, or a tree.
+            entropies: also give the entropies of the distributions that tokens were drawn from.
+            values: also give the value of the state before each token (see ``value_head``).
+            rewards: give a reward model's value of every row, and nothing else.
+            statistics: also give statistics for logs, without gradient: is_top1, mean_logits, log_sum_sq_probs.
+            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
+                no gradient. None computes all.
+            images: for each row what the model's processor made of its images, such as ``{"pixel_values": ...,
+                "image_grid_thw": ...}``, or None; the same as ``images`` of `Trajectory`.
+
+        Raises:
+            DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape,
+                images that do not fit their rows.
+            UnsupportedModel: see the class; values or rewards of a model that has no head for them.
+        """
+        if images is not None:
+            from treetrain.layers.images.encoders import with_images
+
+            rows = with_images(self.model, rows, images)
+        return self._scored(
+            "TreeEngine.score",
+            rows,
+            logprobs=False if rewards else None if values else True,
+            values="rewards" if rewards else "predictions" if values else None,
+            entropies=entropies,
+            statistics=statistics,
+            mask=mask,
+        )
+
+    def _scored(
+        self,
+        name: str,
+        rows: Sequence[Row] | TokenTree,
+        *,
+        logprobs: bool | None,
+        values: Literal["predictions", "states", "rewards"] | None,
+        in_autograd: bool = False,
+        entropies: bool = False,
+        statistics: bool = False,
+        mask: Mask | None = None,
+    ) -> "Scored":
+        """Run the batch as a tree; see `score`.
+
+        Args:
+            name: the call, for messages.
+            logprobs: whether to score tokens; None: if the model has an LM head.
+            values: the values of predictions, of every token's state, or of every row.
+            in_autograd: whether gradients go through autograd, and not through `Scored.backward`.
+        """
+        from treetrain.core.engine.score import Scored, Scoring, States
+
+        model, ranks = self.prepared, self.sharing.passes_with
+        with ranks.together(name):
+            capabilities = model.check()
+            wanted = capabilities.scores_tokens if logprobs is None else logprobs
+            model.capabilities = capabilities.asked(logprobs=wanted, values=values is not None)
+            if in_autograd:
+                self._check_live(name)
+            if model.live:
+                self.sharing.check_hooks(self.prepared.parameters)
+            self._check_device()
+            tree = self.tree_of(rows)
+            self._check_tree(tree)
+            self._measure()
+            reads: Batch | States
+            if values == "rewards":
+                layout, last = last_states(tree, self.prepared.capabilities)
+                reads = States(last, None)
+            elif values == "states":
+                offsets, index = tree.paths()
+                layout, reads = pack_states(tree), States(index, np.diff(offsets).tolist())
+            else:
+                reads = Batch.of(tree, weighted=False, every_token=self.balanced, mask=predictions_of(tree, mask))
+                layout = reads.layout
+            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
+            plan = self.plan_of(layout)
+            self._compare_first_use(tree)
+            ranks.exchange(None)  # all ranks have a plan, or none runs a pass
+            tokens = isinstance(reads, Batch)
+            attach = functools.partial(model.extensions, tree, balanced=tokens and self.balanced)
+            scoring = Scoring(
+                model,
+                plan,
+                attach,
+                entropy=entropies and tokens,
+                statistics=statistics and tokens,
+                passes_type=self.passes_type,
+            )
+            return Scored(name, scoring, tree, reads, values=values is not None)
+
+    def logprobs(
+        self,
+        trajectories: Sequence[Row] | TokenTree,
+        *,
+        return_entropy: bool = False,
+        mask: Mask | None = None,
+    ) -> Any:
+        """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
+
+        Args:
+            trajectories, mask: as `score`.
+
+        Returns:
+            K tensors [L_k - 1], in nats; with ``return_entropy`` a second list of K tensors of entropies.
+        """
+        with torch.no_grad():
+            scored = self.score(trajectories, entropies=return_entropy, mask=mask)
+        return (list(scored.logprobs), list(scored.entropies or ())) if return_entropy else list(scored.logprobs)
+
+    def _check_live(self, what: str) -> None:
+        """Raise UnsupportedModel if gradients through autograd would lack something that only a step of the engine
+        adds."""
+        if not self.prepared.live:
+            return
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self.balanced:
+            why = (
+                "lack the gradient of the routers' auxiliary loss, which the model's configuration asks for "
+                f"(output_router_logits=True, router_aux_loss_coef={self.prepared.capabilities.auxiliary:g})"
+            )
+        elif self.sharing.collective:
+            why = "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
+        elif several and self.sharing.has_own_rows:
+            why = (
+                f"not be synchronised over the {dist.get_world_size()} processes, not by DistributedDataParallel either"
+            )
+        else:
+            return
+        raise UnsupportedModel(
+            f"{what} with gradients is refused: they would {why}. Use scored = TreeEngine(model).score(rows), "
+            "loss.backward() and scored.backward(), which averages gradients over the ranks (sync=False leaves that to "
+            "you) and has scored.aux_loss, or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
+        )
+
+    def _compare_first_use(self, tree: TokenTree) -> None:
+        """Compare the model, in a state of classes, forwards and hooks that is new, with its rows one by one."""
+        if self.check and tree.num_tokens:
+            from treetrain.check.first_use import compare_first_use
+
+            compare_first_use(self, tree)

@@ -1,0 +1,265 @@
+"""Find a plan for a budget in tokens or bytes, and explain it in words and numbers."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.partition import partition
+from treetrain.core.planning.plan import Bytes, Costs, Plan, heights
+from treetrain.core.tree.layout import PackedLayout, pack
+from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
+
+if TYPE_CHECKING:
+    from treetrain.logs.records import Json
+
+_UNITS = {"b": 1} | {
+    f"{letter}{ending}": base ** (power + 1)
+    for power, letter in enumerate("kmgt")
+    for ending, base in (("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e\+?[0-9]{1,2})?\s*([a-z]+)")
+_SMALLEST_PARTS = 10_000
+"""A search for a budget in bytes tries token budgets down to the number of tokens divided by this. Smaller parts would
+take minutes to plan and hours to run."""
+_TRIES, _CLOSE = 40, 0.97
+"""A search for a budget in bytes stops after this many plans, or when the predicted peak reaches this share of the
+budget. Predictions err by more than the 3% that are left (`USABLE`)."""
+
+
+def parse_budget(value: object) -> int | Bytes | None:
+    """Read a budget.
+
+    Args:
+        value: a number of tokens (also as text, "4096"), bytes as text with a unit ("8GiB", "1.5 GB", "2e9B";
+            KiB MiB GiB TiB are powers of 1024, KB MB GB TB of 1000), Bytes, or None for no budget.
+
+    Raises:
+        ValueError: anything else, or less than 1.
+    """
+    budget: int | Bytes | None = None
+    if value is None or isinstance(value, Bytes):
+        budget = value
+    elif isinstance(value, int | np.integer) and not isinstance(value, bool):
+        budget = int(value)
+    elif isinstance(value, str):
+        text = value.strip().lower()
+        match = _SIZE.fullmatch(text)
+        if re.fullmatch("[0-9]+", text):
+            budget = int(text)
+        elif match is not None and match[3] in _UNITS:
+            budget = Bytes(int(float(match[1] + (match[2] or "")) * _UNITS[match[3]]))
+    count = budget.count if isinstance(budget, Bytes) else budget
+    if value is not None and (count is None or count < 1):
+        raise ValueError(
+            f"budget={value!r}: give a whole number of tokens from 1 (4096), or bytes with a unit: B, KiB, MiB, GiB, "
+            'TiB, KB, MB, GB or TB ("8GiB", "900 MB")'
+        )
+    return budget
+
+
+def within_bytes(layout: PackedLayout, cost: Costs, limit: Bytes) -> tuple[Plan, int]:
+    """Find the plan of nearly the largest budget in tokens that is predicted to fit, and that budget.
+
+    Predicted peaks grow with the budget, nearly in proportion to it. So the search interpolates linearly between a
+    budget that fits and one that does not.
+
+    Returns:
+        the plan, and the budget in tokens.
+
+    Raises:
+        ValueError: no plan fits.
+    """
+    tokens = max(layout.num_tokens, 1)
+    smallest = max(1, tokens // _SMALLEST_PARTS)
+    fits: tuple[int, float, Plan] | None = None
+    above, peak_above = tokens + 1, math.inf  # the smallest budget that did not fit
+    guess = tokens
+    for _ in range(_TRIES):
+        plan = partition(layout, guess, cost.seconds)
+        peak = cost.peak_bytes(plan)
+        if peak <= limit.count:
+            fits = guess, peak, plan
+        else:
+            above, peak_above = guess, peak
+        if fits is None:
+            if above <= smallest:
+                break
+            # In proportion, and a tenth less, so that this one fits; at most half, so that few plans are made.
+            guess = max(smallest, min(int(above * limit.count / peak_above * 0.9), above // 2))
+        else:
+            low, low_peak, _ = fits
+            if low_peak >= _CLOSE * limit.count or above - low <= max(1, low // 50):
+                break
+            # A straight line between both, but at least a tenth of the way from either, so that both ends move.
+            share = (limit.count - low_peak) / (peak_above - low_peak)
+            guess = min(max(low + int((above - low) * min(max(share, 0.1), 0.9)), low + 1), above - 1)
+    if fits is None:
+        least = Bytes(math.ceil(peak_above))
+        raise ValueError(
+            f"budget={limit}: the smallest plan of this batch, {smallest} tokens at once, needs {least} "
+            f"({least.count} bytes) above model, gradients and optimiser state; give at least that"
+        )
+    return fits[2], fits[0]
+
+
+def _kept_graphs(plan: Plan) -> str:
+    """Say what happens to the graphs of a plan whose loss is known only after everything has been scored."""
+    if plan.scores_first == "recomputed":
+        return "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)"
+    if plan.scores_first == "no":
+        return ""
+    if plan.kept.all():
+        return "all parts run forward once; their graphs are kept until the loss is known"
+    again = plan.sizes[~plan.kept].sum()
+    return (
+        f"{plan.kept.sum():,} of {plan.num_parts:,} parts keep their graphs until the loss is known; the others "
+        f"({again:,} tokens) run forward again, last first: {_ranges(np.flatnonzero(~plan.kept)[::-1])}"
+    )
+
+
+def _ranges(parts: NDArray[np.integer], most: int = 8) -> str:
+    """Numbers of parts, neighbours as ranges, and at most so many of these."""
+    runs = np.split(parts, np.flatnonzero(np.abs(np.diff(parts)) > 1) + 1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts[:most]) + (" ..." if len(texts) > most else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgeted:
+    """The `Purpose` of a plan that `make_plan` has made."""
+
+    cost: CostModel
+    budget: int | Bytes | None
+    """The budget that the caller gave."""
+    tokens: int | None
+    """The budget in tokens that follows from it; None if tokens are not bounded."""
+
+    def explanation(self, plan: Plan) -> "dict[str, Json]":
+        """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
+        by = self.cost.seconds_by(plan)
+        longest = int(heights(plan.layout).max(initial=0))
+        return {
+            "budget_tokens": self.tokens,
+            "tokens": plan.layout.num_tokens,
+            "longest_path": longest,
+            "parts": plan.num_parts,
+            "largest_part": int(plan.sizes.max(initial=0)),
+            "kept_parts": int(plan.kept.sum()),
+            "recomputed_parts": int((plan.prefill >= 0).sum()),
+            "recomputed_tokens": plan.recomputed_tokens,
+            "scores_first": plan.scores_first,
+            "peak_tokens": plan.peak_tokens,
+            "peak_bytes": self.cost.peak_bytes(plan),
+            "seconds": sum(by.values()),
+            "seconds_recomputation": by["recomputation"],
+            "seconds_fixed": by["passes"],
+            "speeds": self.cost.speeds.source,
+            "budgets": self._budgets(plan, longest),
+        }
+
+    def explain(self, plan: Plan) -> str:
+        """The explanation as text."""
+        facts = self.explanation(plan)
+        f = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
+        given = "none given: " if self.budget is None else f"{self.budget}: " * isinstance(self.budget, Bytes)
+        leaves = facts["parts"] - int(plan.is_inner.sum())
+        seconds = [f"{facts[name]:.3g} s" for name in ("seconds", "seconds_recomputation", "seconds_fixed")]
+        sentences = {
+            "budget": given + ("no bound" if self.tokens is None else f"{f['budget_tokens']} tokens alive at once"),
+            "parts": f"{f['parts']}: {leaves:,} leaves, {f['kept_parts']} kept, {f['recomputed_parts']} recomputed; "
+            f"largest {f['largest_part']} tokens",
+            "tokens": f"{f['tokens']} computed; longest path {f['longest_path']}",
+            "recomputed": f"{f['recomputed_tokens']} tokens forward",
+            "scored first": _kept_graphs(plan),
+            "alive at once": f"{f['peak_tokens']} tokens",
+            "peak memory": f"{Bytes(round(facts['peak_bytes']))} predicted, above model, gradients, optimiser state",
+            "time of a step": f"{seconds[0]} predicted: {seconds[1]} run twice, {seconds[2]} passes' fixed cost",
+            "speeds": facts["speeds"],
+        }
+        lines = [f"{name:<17}{text}" for name, text in sentences.items() if text]
+        lines += ["", f"{'budget, tokens':>15}{'parts':>9}{'recomputed':>13}{'peak':>12}{'step':>11}"]
+        for row in facts["budgets"]:
+            budget = "none" if row["budget_tokens"] is None else f"{row['budget_tokens']:,}"
+            peak = str(Bytes(round(row["peak_bytes"])))
+            line = f"{budget:>15}{row['parts']:>9,}{row['recomputed_tokens']:>13,}{peak:>12}{row['seconds']:>9.3g} s"
+            lines.append(f"{line}  {row['name']}".rstrip())
+        return "\n".join(lines)
+
+    def _budgets(self, plan: Plan, longest: int) -> "list[dict[str, Json]]":
+        """Compare this plan with new plans of smaller and larger budgets."""
+        tokens = plan.layout.num_tokens
+        own = tokens if self.tokens is None else self.tokens
+        wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, tokens}
+        budgets = sorted({min(max(budget, 1), tokens) for budget in wanted if tokens} - {self.tokens})
+        names = {longest: "longest path", tokens: "whole tree"}
+        plans: list[tuple[int | None, str, Plan]] = [(self.tokens, "this plan", plan)]
+        plans += [(b, names.get(b, ""), partition(plan.layout, b, self.cost.seconds)) for b in budgets]
+        plans.sort(key=lambda entry: (entry[0] is None, entry[0] or 0))
+        return [
+            {
+                "budget_tokens": budget,
+                "name": name,
+                "parts": other.num_parts,
+                "recomputed_tokens": other.recomputed_tokens,
+                "peak_bytes": self.cost.peak_bytes(other),
+                "seconds": self.cost.seconds(other),
+            }
+            for budget, name, other in plans
+        ]
+
+
+PART_TOKENS = {"cpu": 8192, "cuda": 32_768}
+"""Sufficient part size if no budget binds, by kind of device: measured on a CPU, estimated for a GPU. Parts are smaller
+if memory is short."""
+
+
+def make_plan(
+    rows: Sequence[Row] | TokenTree | PackedLayout,
+    cost: CostModel | ModelShape | str,
+    *,
+    budget: int | str | Bytes | None = None,
+    free_bytes: int | None = None,
+) -> Plan:
+    """Find a fast plan for a batch within a budget; `plan.explain()` describes it.
+
+    Args:
+        rows: the batch: K rows (trajectories, or lists or arrays of token ids), their tree, or a packed layout. For
+            rows and trees, the plan covers the tokens that their trained predictions need.
+        cost: a cost model; or, for a cost model by formula, a model's shape or its name ("qwen3-8b", see
+            `ModelShape.named`).
+        budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
+            ("8GiB"; see `parse_budget`). None makes parts of about PART_TOKENS if that needs no recomputation, bounded
+            only by `free_bytes`.
+        free_bytes: free bytes of the device, used without a budget.
+
+    Raises:
+        ValueError: an invalid or too small budget, or an unknown shape name.
+        DataError: invalid rows.
+    """
+    cost, budget = CostModel.of(cost), parse_budget(budget)
+    layout = rows if isinstance(rows, PackedLayout) else trained_layout(as_tree(rows))
+    if isinstance(budget, Bytes):
+        plan, tokens = within_bytes(layout, cost, budget)
+    elif budget is not None:
+        plan, tokens = partition(layout, budget, cost.seconds), budget
+    else:
+        size = max(PART_TOKENS[cost.device], cost.hiding_tokens)
+        tokens = None
+        if layout.num_tokens <= size:
+            plan = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
+        else:
+            plan = partition(layout, None, cost.seconds, part_tokens=size)
+        if free_bytes is not None and cost.peak_bytes(plan) > free_bytes:
+            plan, tokens = within_bytes(layout, cost, Bytes(free_bytes))
+    return replace(plan, purpose=Budgeted(cost=cost, budget=budget, tokens=tokens))
+
+
+def trained_layout(tree: TokenTree) -> PackedLayout:
+    """The layout of the tokens that training computes."""
+    return pack(tree, tree.trained_edges()[0] > 0)

@@ -1,0 +1,1 @@
+"""Kernels for GPUs, each compared with its reference before its first use."""

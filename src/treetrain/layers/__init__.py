@@ -1,0 +1,1 @@
+"""Kinds of layers that a dense model lacks: each attaches itself to a call."""

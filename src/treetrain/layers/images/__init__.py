@@ -1,0 +1,1 @@
+"""Images: encoders, and their tokens in a tree."""
