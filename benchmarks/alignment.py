@@ -20,7 +20,7 @@ import rows as result_rows
 import treetrain as tt
 from dispatch import codet_humaneval, tau_airline_calls
 from tree_build import rollouts
-from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.devices import DEVICES
 from treetrain.core.tree.layout import PackedLayout, pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
@@ -32,6 +32,7 @@ from treetrain.parallel.collective_order import (
     offers_of,
     order_seconds,
 )
+from treetrain.shapes import ModelShape
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.simulate import state_bytes
 from treetrain.simulation.splits import Split

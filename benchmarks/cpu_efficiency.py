@@ -20,7 +20,7 @@ def measure(name: str, repeats: int, memory: bool) -> None:
     from memory import peak_step_bytes
     from treetrain.check.bench import PaddedEngine, bench
     from treetrain.check.linear_engine import LinearEngine
-    from treetrain.core.engine.engine import TreeEngine
+    from treetrain.engine import TreeEngine
     from treetrain.models.work import distinct_rows
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

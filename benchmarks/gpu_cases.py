@@ -39,8 +39,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 import treetrain as tt
 from tree_shapes import load, rows_of, synthetic
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.attention.attention import BACKENDS, AttentionTree, runnable
 from treetrain.core.attention.attention import ENVIRONMENT as ATTENTION
+from treetrain.core.attention.attention import AttentionTree
 from treetrain.core.attention.reference import reference_attention
 from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.core.head import lm_head
@@ -50,6 +50,7 @@ from treetrain.core.planning.devices import Device
 from treetrain.core.tree.layout import AttentionRange, pack
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.kernels.attention_check import failure_of_backend
+from treetrain.kernels.backends import BACKENDS, DeviceBackends, runnable
 from treetrain.models.work import cheapest_rows, linear_work, tree_work
 
 CUDA = torch.cuda.is_available()
@@ -258,7 +259,7 @@ def attention_correctness(out: Out) -> None:
                 where = {"depth": depth, "window": window, "softcap": cap, "sinks": s}
                 return reference_attention(q, k, v, ends, head**-0.5, **where)
 
-            attention = AttentionTree(Forest.of(layout))
+            attention = AttentionTree(Forest.of(layout), backends=DeviceBackends())
 
             def attend(q, k, v, s=None, attention=attention, ask=ask, head=head, backend=backend):
                 return attention(q, k, v, head**-0.5, 0, ask, s, backend)
@@ -762,7 +763,7 @@ def attention_sweep(
             def of_tree(shown=shown, backend=backend, layout=layout, first=first) -> None:
                 with out.case("sweep", **shown) as row:
                     out.need(5.0)
-                    attention = AttentionTree(Forest.of(layout))
+                    attention = AttentionTree(Forest.of(layout), backends=DeviceBackends())
                     attend = functools.partial(attention, scale=heads[2] ** -0.5, backend=backend)
                     tensors = inputs(layout.num_tokens, heads)
                     row |= compared(attend, tensors, first, "tree")
@@ -838,7 +839,7 @@ def block_sizes(out: Out) -> None:
                 with out.case("kernel", kernel=kernel, heads=heads_name, shape=tuple(shape)) as row:
                     out.need(5.0)
                     SHAPES[place] = default._replace(**{kernel: shape})
-                    tree = AttentionTree(Forest.of(layout))
+                    tree = AttentionTree(Forest.of(layout), backends=DeviceBackends())
                     attend = functools.partial(tree, scale=heads[2] ** -0.5, backend="triton")
                     row |= rates(attend, inputs(layout.num_tokens, heads), layout.pairs, heads)
         SHAPES[place] = default

@@ -24,9 +24,9 @@ import numpy as np
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.core.planning.cost import ModelShape
 from treetrain.logs.inspection.diagnosis import diagnose
 from treetrain.models.work import linear_work, tree_work
+from treetrain.shapes import ModelShape
 from workloads import DATA, tokenizer
 
 COUNTS = ModelShape.named("qwen3-8b").counts()

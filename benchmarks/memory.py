@@ -131,7 +131,7 @@ def _status_bytes(field: str) -> int:
 def measure(case: str) -> None:
     """Append one row per budget."""
     from treetrain.check.linear_engine import LinearEngine
-    from treetrain.core.engine.engine import TreeEngine
+    from treetrain.engine import TreeEngine
 
     model, trajectories = load(case)
     longest = [max(trajectories, key=len)]

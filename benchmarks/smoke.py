@@ -63,9 +63,8 @@ def measure(work: str, rounds: int) -> list[dict[str, str]]:
     """A row for every way of running a work."""
     import torch
 
-    from treetrain.check.bench import PaddedEngine
+    from treetrain.check.bench import PaddedEngine, budget_share
     from treetrain.check.linear_engine import LinearEngine
-    from treetrain.core.planning.cost import budget_share
     from treetrain.models.costs import count
     from treetrain.models.work import ideal_speedup
 

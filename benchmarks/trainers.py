@@ -193,7 +193,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.core.planning.cost import budget_share
+    from treetrain.check.bench import budget_share
     from treetrain.models.costs import count
     from treetrain.models.work import ideal_speedup
 

@@ -73,7 +73,7 @@ COMPARED = ("models", "test_first_use.py", "test_hybrids.py", "test_wrappers.py"
 def first_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make test` does not compare the thousands of small models of the other tests; `make test-full` compares all."""
     fast = request.config.option.markexpr == "not slow"
-    if fast and not {*request.path.parts} & {*COMPARED} and "treetrain.core.engine.engine" in sys.modules:
+    if fast and not {*request.path.parts} & {*COMPARED} and "treetrain.engine" in sys.modules:
         monkeypatch.setattr("treetrain.check.first_use.compare_first_use", lambda engine, tree: None)
 
 

@@ -10,26 +10,37 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "treetrain"
 LAYERS = (
     "cli",
-    "simulation",
     "integrations",
     "trainers",
     "testing",
-    "verification",
-    "losses",
+    "check",
+    "simulation",
+    "own_model",
+    "autograd",
     "engine",
+    "registry",
+    "check.first_use",
+    "check.row_scores",
+    "losses",
+    "logs",
     "models",
-    "linear_attention",
-    "softmax_attention",
-    "kernel_checks",
-    "device_arrays",
-    "inspection",
-    "planning",
-    "tree",
-    "data",
-    "errors",
+    "layers",
+    "parallel",
+    "shapes",
+    "kernels",
+    "core.engine",
+    "core.losses",
+    "core.head",
+    "core.hf",
+    "core.attention",
+    "core.planning",
+    "core.tree",
+    "core.device_arrays",
+    "core.errors",
+    "core",
 )
-"""From the top down; a layer may import itself and what stands after it."""
-WITHOUT_TORCH = ("simulation", "inspection", "planning", "tree", "data", "errors")
+"""From the top down; a layer may import itself and what stands after it. A file belongs to the longest name."""
+WITHOUT_TORCH = ("simulation", "logs", "core.planning", "core.tree", "core.errors")
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
@@ -45,8 +56,11 @@ MODULES = {module_name(path): path for path in FILES}
 
 def layer(module: str) -> str | None:
     """The layer of a module of ours; None for the top package, which only points at layers lazily."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == "treetrain" and len(parts) > 1 else None
+    first, *parts = module.split(".")
+    if first != "treetrain" or not parts:
+        return None
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((name for name in names if name in LAYERS), parts[0])
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -90,30 +104,38 @@ def test_a_file_imports_its_own_layer_and_those_below(path):
         assert other is None or other in allowed, f"{path.name} ({own}) imports {name}, which is above it"
 
 
-PROTOCOL = {"treetrain.core.losses", "treetrain.core.engine.facts"}
+CORE = [path for path in FILES if module_name(path).startswith("treetrain.core")]
+MOST_LINES, MOST_FILES = 11_000, 50
+"""A stranger should read the core in a day."""
 
 
-def test_the_engine_knows_no_losses_and_losses_only_its_protocol():
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_core_imports_nothing_outside_itself_deferred_or_for_types_neither(path):
+    outside = {name for name in imports(path) if layer(name) and not name.startswith("treetrain.core")}
+    assert not outside, f"{path.name} reaches over the wall of the core: {', '.join(sorted(outside))}"
+
+
+def test_the_core_can_be_read_in_a_day():
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in CORE)
+    assert lines <= MOST_LINES and len(CORE) <= MOST_FILES, f"{lines} lines in {len(CORE)} files"
+
+
+def test_losses_know_of_the_core_the_protocol_and_the_rows_alone():
+    allowed = {"losses", "core.losses", "core.device_arrays", "core.tree", "core.errors", None}
     for path in FILES:
-        own, named = layer(module_name(path)), imports(path)
-        assert not (own == "engine" and "losses" in map(layer, named))
-        if own == "losses":
-            assert {layer(name) for name in named - PROTOCOL} <= {
-                None, "losses", "device_arrays", "data", "errors"
-            }, path  # fmt: skip
+        if layer(module_name(path)) == "losses":
+            assert {layer(name) for name in imports(path) - {"treetrain.core.losses.facts"}} <= allowed, path
 
 
-CORE = ("executor", "score", "loss_gradients", "model_passes", "own_model", "extension", "lm_head", "memory")
+READ_FIRST = ("executor", "score", "loss_gradients", "model_passes", "extension", "memory")
 OPTIONS = re.compile(
     r"router|recurren|state_?cache|context.?parallel|tensor.?parallel|expert.?parallel|fsdp|shard|mixture|image"
 )
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_the_core_neither_imports_nor_names_its_options(name):
-    path = SOURCE / "engine" / f"{name}.py"
-    assert not {found for found in imports(path) if found.startswith("treetrain.engine.extensions")}
-    code = ast.unparse(without_texts(TREES[path])).lower()
+@pytest.mark.parametrize("name", READ_FIRST)
+def test_the_engine_does_not_name_its_options(name):
+    code = ast.unparse(without_texts(TREES[SOURCE / "core" / "engine" / f"{name}.py"])).lower()
     assert not OPTIONS.search(code), f"{name} names {OPTIONS.search(code)}"
 
 
@@ -127,7 +149,7 @@ def without_texts(tree: ast.AST) -> ast.AST:
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if layer(module_name(p)) in WITHOUT_TORCH], ids=lambda p: p.name)
-def test_inspection_planning_trees_and_data_never_import_torch(path):
+def test_logs_planning_and_trees_never_import_torch(path):
     names = {name.split(".")[0] for name in imports(path)}
     assert not names & {"torch", "transformers", "peft"}
 
@@ -136,20 +158,25 @@ def test_the_simulator_builds_on_planning_and_nothing_runs_through_it_but_the_co
     for path in FILES:
         own, named = layer(module_name(path)), {layer(name) for name in imports(path)}
         if own == "simulation":
-            assert named <= {None, "simulation", "planning", "tree", "data", "errors"}, path
+            assert named <= {None, "simulation", "parallel", "core.planning", "core.tree", "core.errors"}, path
         elif "simulation" in named:
             assert path.relative_to(SOURCE).as_posix() == "cli/simulate.py", path
 
 
 def test_attention_knows_no_plans():
     for path in FILES:
-        if layer(module_name(path)) in ("linear_attention", "softmax_attention"):
-            assert "planning" not in map(layer, imports(path)), path
+        if layer(module_name(path)) in ("core.attention", "kernels"):
+            of_plans = {"treetrain.kernels.compiled", "treetrain.kernels.warm_up"}
+            assert "core.planning" not in map(layer, imports(path)) or module_name(path) in of_plans, path
 
 
 def test_the_fast_paths_never_import_the_specification():
     for path in FILES:
-        if path.name not in ("reference.py", "self_check.py"):  # a backend's check runs once, beside the fast path
+        if path.name not in (
+            "reference.py",
+            "self_check.py",
+            "attention_check.py",
+        ):  # a backend's check runs once, beside the fast path
             assert not {"treetrain.core.attention.reference", "treetrain.layers.recurrence.reference"} & imports(
                 path
             ), path

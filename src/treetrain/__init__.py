@@ -16,25 +16,25 @@ _PUBLIC = {
     "load": "treetrain.logs.load",
     "TokenTree": "treetrain.core.tree.token_tree",
     "build_tree": "treetrain.core.tree.token_tree",
-    "ModelShape": "treetrain.core.planning.cost",
+    "ModelShape": "treetrain.shapes",
     "CostModel": "treetrain.core.planning.cost",
     "Plan": "treetrain.core.planning.plan",
     "dispatch": "treetrain.parallel.balance",
-    "make_plan": "treetrain.core.planning.make",
-    "stats": "treetrain.core.planning.cost",
+    "make_plan": "treetrain.shapes",
+    "stats": "treetrain.models.work",
     "load_model": "treetrain.models.loading",
     "load_tokenizer": "treetrain.models.loading",
-    "StepResult": "treetrain.core.losses",
-    "TreeEngine": "treetrain.core.engine.engine",
+    "StepResult": "treetrain.core.losses.protocol",
+    "TreeEngine": "treetrain.engine",
     "Scored": "treetrain.core.engine.score",
-    "logprobs": "treetrain.core.engine.autograd",
-    "rewards": "treetrain.core.engine.autograd",
-    "values": "treetrain.core.engine.autograd",
+    "logprobs": "treetrain.autograd",
+    "rewards": "treetrain.autograd",
+    "values": "treetrain.autograd",
     "from_padded": "treetrain.trainers.batches",
     "from_packed": "treetrain.trainers.batches",
     "to_padded": "treetrain.trainers.batches",
     "to_packed": "treetrain.trainers.batches",
-    "attention": "treetrain.core.attention.attention",
+    "attention": "treetrain.own_model",
     "Packed": "treetrain.own_model",
     "PackedPart": "treetrain.own_model",
     "pack": "treetrain.own_model",
@@ -99,35 +99,35 @@ __all__ = [
 
 if TYPE_CHECKING:
     from treetrain import losses as losses
+    from treetrain.autograd import logprobs as logprobs
+    from treetrain.autograd import rewards as rewards
+    from treetrain.autograd import values as values
     from treetrain.check.verify import verify as verify
-    from treetrain.core.attention.attention import attention as attention
-    from treetrain.core.engine.autograd import logprobs as logprobs
-    from treetrain.core.engine.autograd import rewards as rewards
-    from treetrain.core.engine.autograd import values as values
-    from treetrain.core.engine.engine import TreeEngine as TreeEngine
     from treetrain.core.engine.score import Scored as Scored
     from treetrain.core.errors import DataError as DataError
     from treetrain.core.errors import RanksDisagree as RanksDisagree
     from treetrain.core.errors import UnsupportedModel as UnsupportedModel
-    from treetrain.core.losses import StepResult as StepResult
+    from treetrain.core.losses.protocol import StepResult as StepResult
     from treetrain.core.planning.cost import CostModel as CostModel
-    from treetrain.core.planning.cost import ModelShape as ModelShape
-    from treetrain.core.planning.cost import stats as stats
-    from treetrain.core.planning.make import make_plan as make_plan
     from treetrain.core.planning.plan import Plan as Plan
     from treetrain.core.tree.token_tree import TokenTree as TokenTree
     from treetrain.core.tree.token_tree import build_tree as build_tree
     from treetrain.core.tree.trajectory import Trajectory as Trajectory
+    from treetrain.engine import TreeEngine as TreeEngine
     from treetrain.logs.advantages import group_advantages as group_advantages
     from treetrain.logs.load import from_messages as from_messages
     from treetrain.logs.load import load as load
     from treetrain.models.loading import load_model as load_model
     from treetrain.models.loading import load_tokenizer as load_tokenizer
+    from treetrain.models.work import stats as stats
     from treetrain.own_model import Packed as Packed
     from treetrain.own_model import PackedPart as PackedPart
+    from treetrain.own_model import attention as attention
     from treetrain.own_model import pack as pack
     from treetrain.own_model import prediction_logprobs as prediction_logprobs
     from treetrain.parallel.balance import dispatch as dispatch
+    from treetrain.shapes import ModelShape as ModelShape
+    from treetrain.shapes import make_plan as make_plan
     from treetrain.trainers.arguments import TreeArguments as TreeArguments
     from treetrain.trainers.batches import from_packed as from_packed
     from treetrain.trainers.batches import from_padded as from_padded

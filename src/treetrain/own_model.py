@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from treetrain.core.attention.attention import AttentionTree
 from treetrain.core.attention.kv_cache import KVCacheView
-from treetrain.core.attention.schedule import Forest
+from treetrain.core.attention.schedule import AttentionSpec, Forest
 from treetrain.core.engine.engine import checked_temperature
 from treetrain.core.engine.engine_model import plan_of_any_model
 from treetrain.core.engine.executor import Executor, Part, PassCounts
@@ -23,8 +23,10 @@ from treetrain.core.engine.model_passes import DeviceLayout, layout_arrays
 from treetrain.core.errors import DataError
 from treetrain.core.head.lm_head import ScoreRequest, score_edges
 from treetrain.core.planning.plan import Plan
-from treetrain.core.tree.layout import PackedLayout
+from treetrain.core.tree.layout import AttentionRange, PackedLayout
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
+from treetrain.kernels.backends import DeviceBackends
+from treetrain.kernels.lm_head import DeviceHeadKernels
 
 _NONE = np.zeros(0, np.int64)
 
@@ -54,7 +56,7 @@ class PackedPart(DeviceLayout):
         cache: KVCacheView | None = None,
     ):
         super().__init__(layout_arrays(layout, score=len(edges) > 0), device)
-        self.tree = AttentionTree(Forest.of(layout), cache)
+        self.tree = AttentionTree(Forest.of(layout), cache, DeviceBackends())
         self._largest_target = int(layout.edge_targets[edges].max(initial=-1))
         rows = layout.edge_row_index[edges]
         self.predictions, self._of_edge, self._of_row = (
@@ -224,7 +226,7 @@ def prediction_logprobs(
         nn.Identity() if plain is None else plain,
         head,
         packed.edges,
-        ScoreRequest(temperature=temperature, need_entropy=return_entropy),
+        ScoreRequest(temperature=temperature, need_entropy=return_entropy, kernels=DeviceHeadKernels()),
         fused=plain is not None,
         vocab_size=logits,
     )
@@ -233,3 +235,79 @@ def prediction_logprobs(
         return logprobs
     assert scores.entropies is not None
     return logprobs, scores.entropies.index_select(0, packed._of_row)
+
+
+def attention(
+    query: Float[Tensor, "N H D"],
+    key: Float[Tensor, "N G D"],
+    value: Float[Tensor, "N G V"],
+    tree: AttentionTree,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    layer: Hashable = None,
+    backend: str | None = None,
+) -> Float[Tensor, "N H V"]:
+    """Attention of every packed token to itself and its ancestors in the tree, differentiable.
+
+    The result at a token is that of causal attention on the token's row alone. Apply rotary embeddings beforehand, at
+    the ``positions`` of `pack`.
+
+    Args:
+        query: N tokens, H heads of size D; any floating dtype.
+        key: G heads; H is a multiple of G (grouped queries).
+        value: heads of size V, which may differ from D.
+        tree: ``tt.pack(rows).tree``, or the tree of a part.
+        scale: factor on the scores; None is ``D ** -0.5``.
+        window: a token sees itself and the window - 1 tokens before it on its path; None sees the whole path.
+        chunk: a token sees the tokens of its own chunk, counted from the start of its path; not with a window.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: logits of an extra key without a value.
+        layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
+        backend: "rectangles" or "matmul"; on a GPU "varlen", "flex", "triton" or "cudnn" too. None: the one that the
+            environment variable TREETRAIN_ATTENTION names, else the first that serves the layer and gives the right
+            result.
+
+    Returns:
+        The output in the dtype of the query.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; a backend that does not exist or cannot run here.
+        NotImplementedError: a device that no backend supports.
+        RuntimeError: no backend gives the right result on this GPU, or the named one does not.
+    """
+    _check(tree, query, key, value, sinks)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: give a number above 0, or None for no cap")
+    spec = AttentionSpec(AttentionRange(window=window, chunk=chunk), softcap)
+    return tree(
+        query, key, value, float(query.shape[-1]) ** -0.5 if scale is None else scale, layer, spec, sinks, backend
+    )
+
+
+def _check(tree: AttentionTree, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+    given = {"query": query, "key": key, "value": value}
+    for name, x in given.items():
+        if x.dim() != 3 or len(x) != tree.num_tokens:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; expected [{tree.num_tokens}, heads, head size], one entry for "
+                "each token of the tree"
+            )
+    dtypes, devices = {x.dtype for x in given.values()}, {x.device for x in given.values()}
+    casts = torch.is_autocast_enabled(query.device.type)  # then all get one dtype
+    if (len(dtypes) > 1 and not casts) or not query.is_floating_point() or len(devices) > 1:
+        found = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in given.items())
+        raise ValueError(f"{found}: all three must have one floating dtype and one device")
+    (heads, size), groups = query.shape[1:], key.shape[1]
+    if value.shape[1] != groups or not groups or heads % groups:
+        raise ValueError(
+            f"{heads} heads of queries, {groups} of keys, {value.shape[1]} of values: keys and values need the "
+            "same number, which divides that of the queries"
+        )
+    if key.shape[2] != size:
+        raise ValueError(f"heads of queries have {size} entries, those of keys {key.shape[2]}; they must agree")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks have shape {list(sinks.shape)}; expected [{heads}], one logit for each head")

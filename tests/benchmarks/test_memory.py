@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import treetrain as tt
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.engine import TreeEngine
 from treetrain.models.loading import load_model
 
 

@@ -108,10 +108,11 @@ def test_the_cpu_kernels_are_compared_with_the_reference_and_a_gpus_are_announce
 
 def test_a_kernel_that_is_wrong_is_said_and_leaves_no_warning(treetrain, environment, monkeypatch, recwarn):
     pytest.importorskip("torch")
-    from treetrain.core.attention import attention
+    from treetrain.core.attention.rectangles import RectangleAttention
+    from treetrain.kernels import backends
     from treetrain.kernels import checks as kernel_checks
 
-    class Wrong(attention.RectangleAttention):
+    class Wrong(RectangleAttention):
         def __call__(self, *given):
             return 1.01 * super().__call__(*given)
 
@@ -120,7 +121,7 @@ def test_a_kernel_that_is_wrong_is_said_and_leaves_no_warning(treetrain, environ
 
     environment()
     monkeypatch.setattr(kernel_checks, "_FAILURES", {})
-    monkeypatch.setitem(attention.BACKENDS, "rectangles", make)
+    monkeypatch.setitem(backends.BACKENDS, "rectangles", make)
     answer = treetrain("doctor", "--json")
     assert answer.code == 1 and answer.json["faults"] == ["cpu: no attention kernel is exact here"]
     assert answer.json["devices"][0]["kernels"]["rectangles"].startswith("is off in the output by 1.0e-02")

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from treetrain.cli.inspect import Progress
-from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.devices import Device
-from treetrain.core.planning.make import make_plan
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.logs.load import load
 from treetrain.models.costs import count_named
 from treetrain.models.loading import load_tokenizer
 from treetrain.models.work import linear_work, tree_stats
+from treetrain.shapes import ModelShape, make_plan
 
 
 def unique_by_brute_force(rows: list[list[int]]) -> int:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from treetrain.core.planning.cost import ModelShape
 from treetrain.core.planning.devices import DEVICES
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.logs.load import load
+from treetrain.shapes import ModelShape
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import splits_of
 

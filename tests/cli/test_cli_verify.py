@@ -2,7 +2,7 @@
 
 import pytest
 
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.engine import TreeEngine
 
 
 def test_an_exact_model_passes_with_a_table_of_its_worst_parameters(treetrain, token_file, model_folder) -> None:

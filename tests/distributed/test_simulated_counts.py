@@ -19,6 +19,7 @@ from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.models.costs import cost_of
 from treetrain.parallel.balance import dispatch
+from treetrain.parallel.links import sharded_links
 from treetrain.simulation.rank_plans import RankPlans, plan_ranks
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import Split
@@ -99,7 +100,8 @@ PRESET = Device.of_kind("cpu", 4)
 
 def planned(split: Split, **options: Any) -> RankPlans:
     """The plans of all ranks as the engine makes them."""
-    cost = CostModel.on(PRESET, cost_of(make_model("qwen3", **SIZES)).counts, shards=split.shards, copies=split.copies)
+    counts = cost_of(make_model("qwen3", **SIZES)).counts
+    cost = CostModel.on(PRESET, counts, sharded_links(PRESET, counts, shards=split.shards, copies=split.copies))
     return plan_ranks(build_tree(rows()), cost, split.data, aligned=split.shards > 1, **options)
 
 

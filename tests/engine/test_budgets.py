@@ -13,6 +13,7 @@ from support.passes import unique_ids, watched
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import with_random_facts
+from treetrain.core.planning.plan import Bytes
 
 TRUNK = list(range(12))
 IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23], [*TRUNK, 24, 25], [*TRUNK[:5], 26, 27], [28, 29, 30]])
@@ -56,7 +57,7 @@ def test_tokens_bound_the_graphs_that_are_alive_at_once(model, budget):
     assert max(map(len, seen.graph)) <= int(budget)
 
 
-@pytest.mark.parametrize("budget", [None, "1GiB", "1.5 GB", "2e9B", tt.planning.make.Bytes(1 << 30)], ids=str)
+@pytest.mark.parametrize("budget", [None, "1GiB", "1.5 GB", "2e9B", Bytes(1 << 30)], ids=str)
 def test_a_small_batch_runs_at_once_where_memory_is_ample(model, budget):
     with watched(model) as seen, PureFloat64():
         got = linear.gradients(model, pairs_loss(tt.logprobs(model, IDS, budget=budget)))

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import treetrain as tt
 from support.models import make_model
 from treetrain.check.linear import gradients, relative_error
-from treetrain.core.hf import tree_mode
+from treetrain.kernels import compiled as compiled_module
 
 _compile = torch.compile
 
@@ -22,7 +22,7 @@ def compiled(monkeypatch):
     def with_backend(name: str) -> CompileCounterWithBackend:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend(name)
-        monkeypatch.setattr(tree_mode.torch, "compile", functools.partial(_compile, backend=counter))
+        monkeypatch.setattr(compiled_module.torch, "compile", functools.partial(_compile, backend=counter))
         return counter
 
     yield with_backend
@@ -89,15 +89,20 @@ def test_layers_compiled_by_inductor_hold_the_numerics_contract(compiled):
     assert counter.frame_count > 0
 
 
+def compiles(engine):
+    feature = next(x for x in engine.prepared.registry.features if isinstance(x, compiled_module.CompiledFeature))
+    return feature.runs(engine.prepared)
+
+
 def test_layers_are_compiled_on_a_gpu_by_default_and_never_under_a_users_hook(monkeypatch):
     model = make_model("qwen3")
-    assert not tt.TreeEngine(model).prepared.compiles and tt.TreeEngine(model, compile_layers=True).prepared.compiles
+    assert not compiles(tt.TreeEngine(model)) and compiles(tt.TreeEngine(model, compile_layers=True))
     monkeypatch.setattr("treetrain.core.engine.engine_model.model_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr("treetrain.core.engine.engine_model.free_bytes", lambda device: 1e9)
-    assert tt.TreeEngine(model).prepared.compiles and not tt.TreeEngine(model, compile_layers=False).prepared.compiles
+    assert compiles(tt.TreeEngine(model)) and not compiles(tt.TreeEngine(model, compile_layers=False))
     layer = model.model.layers[0]
     handle = layer.mlp.register_forward_hook(lambda *_: None)
-    with tree_mode.compiled_layers(model, {}):
+    with compiled_module.compiled_layers(model, {}):
         assert layer._compiled_call_impl is None and layer.mlp._compiled_call_impl is None
         assert layer.self_attn._compiled_call_impl is not None
         assert model.model.layers[1]._compiled_call_impl is not None

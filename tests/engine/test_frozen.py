@@ -22,8 +22,9 @@ from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import VOCAB, forests, runs, seeded
 from treetrain.core.attention.kv_cache import _Attend
 from treetrain.core.engine.engine_model import EngineModel
-from treetrain.core.hf.capability import causal_lm, check_model
+from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.frozen_layers import frozen_layers
+from treetrain.layers.finders import check_model
 from treetrain.layers.images.encoders import encoder_modules, image_encoder
 
 SOFT = 7

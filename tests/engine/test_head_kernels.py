@@ -17,10 +17,11 @@ import treetrain as tt
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
 from treetrain.check.linear import gradients, relative_error
-from treetrain.core.head import lm_head
-from treetrain.core.head.lm_head import ChunkGradients, EdgesOfChunk, PlainChunk, Scaling, TritonChunk, chunk_type
+from treetrain.core.head.lm_head import PLAIN, ChunkGradients, EdgesOfChunk, PlainChunk, Scaling
 from treetrain.core.hf.capability import LogitMap
 from treetrain.kernels import checks as kernel_checks
+from treetrain.kernels import lm_head as head_kernels
+from treetrain.kernels.lm_head import TritonChunk, chunk_type
 from treetrain.models.costs import cost_of
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -84,7 +85,7 @@ def test_the_softmax_of_a_chunk_by_pytorch_is_exact(scaling, entropy):
 def triton_chunk():
     """The kernels' chunk; the test is skipped where they cannot run."""
     triton_or_skip()
-    from treetrain.core.head.lm_head import TritonChunk
+    from treetrain.kernels.lm_head import TritonChunk
 
     return TritonChunk
 
@@ -237,18 +238,18 @@ class DoesNotCompile(PlainChunk):
 def test_kernels_that_are_wrong_here_leave_their_work_to_pytorch(kernels, reason, monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(kernel_checks, "_FAILURES", {})
-    monkeypatch.setattr(lm_head, "CHECKED", {"cpu"})
-    monkeypatch.setattr(lm_head, "TritonChunk", kernels)
-    monkeypatch.delenv(lm_head.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(head_kernels, "CHECKED", {"cpu"})
+    monkeypatch.setattr(head_kernels, "TritonChunk", kernels)
+    monkeypatch.delenv(head_kernels.ENVIRONMENT, raising=False)
     if reason is None:
-        assert lm_head.self_checked(kernels, torch.bfloat16, cpu) is kernels
+        assert head_kernels.self_checked(kernels, torch.bfloat16, cpu) is kernels
         return
     with pytest.warns(RuntimeWarning, match=f"head's Triton kernel.*{reason}"):
-        assert lm_head.self_checked(kernels, torch.float32, cpu) is PlainChunk
-    assert lm_head.self_checked(kernels, torch.float32, cpu) is PlainChunk, "checked once"
-    monkeypatch.setenv(lm_head.ENVIRONMENT, "triton")
+        assert head_kernels.self_checked(kernels, torch.float32, cpu) is PlainChunk
+    assert head_kernels.self_checked(kernels, torch.float32, cpu) is PlainChunk, "checked once"
+    monkeypatch.setenv(head_kernels.ENVIRONMENT, "triton")
     with pytest.raises(RuntimeError, match=f"{reason}.*name torch"):
-        lm_head.self_checked(kernels, torch.float32, cpu)
+        head_kernels.self_checked(kernels, torch.float32, cpu)
 
 
 def adds_in_float32(total, left, right, *, out_dtype, out):
@@ -282,21 +283,21 @@ def is_not_there(total, left, right, *, out_dtype, out):
 def test_the_product_that_adds_in_float32_is_checked_and_a_rounded_product_takes_its_place(monkeypatch, addmm, reason):
     cpu, asked = torch.device("cpu"), (torch.bfloat16, torch.float32)
     monkeypatch.setattr(kernel_checks, "_FAILURES", {})
-    monkeypatch.setattr(lm_head, "CHECKED", {"cpu"})
+    monkeypatch.setattr(head_kernels, "CHECKED", {"cpu"})
     monkeypatch.setattr(torch, "addmm", addmm)
     if reason is None:
-        assert lm_head._adds_unrounded(*asked, cpu)
+        assert head_kernels._adds_unrounded(*asked, cpu)
         return
     with pytest.warns(RuntimeWarning, match=f"addmm with out_dtype.*{reason}"):
-        assert not lm_head._adds_unrounded(*asked, cpu)
+        assert not head_kernels._adds_unrounded(*asked, cpu)
     total, left = torch.ones(4, 5), torch.eye(4, 3, dtype=torch.bfloat16)
-    lm_head._add_product(total, left, torch.ones(3, 5, dtype=torch.bfloat16))
+    PLAIN.add_product(total, left, torch.ones(3, 5, dtype=torch.bfloat16))
     assert total.sum() == 4 * 5 + 3 * 5
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_triton_is_exact_on_the_logits_of_its_check(dtype, most, monkeypatch):
-    monkeypatch.setattr(lm_head, "TritonChunk", triton_chunk())
-    for name, logits in lm_head._logits_of_check().items():
-        found = lm_head._errors_of_kernels(name, logits.to(DEVICE, dtype))
+    monkeypatch.setattr(head_kernels, "TritonChunk", triton_chunk())
+    for name, logits in head_kernels._logits_of_check().items():
+        found = head_kernels._errors_of_kernels(name, logits.to(DEVICE, dtype))
         assert max(found.values()) <= most, found

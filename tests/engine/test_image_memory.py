@@ -12,7 +12,7 @@ from support.images import CONFIGURATIONS, image, image_model, row
 from support.models import needs_transformers
 from treetrain.check import linear
 from treetrain.core.planning.make import Bytes
-from treetrain.layers.images import images
+from treetrain.models import encoder_memory
 from treetrain.models.meters import CountStorages
 
 needs_transformers("5.16", "encoders of images return their outputs in other forms")
@@ -121,9 +121,9 @@ def test_a_budget_that_the_encoder_does_not_fit_into_is_refused_by_name(run):
 def test_scores_without_gradient_hold_the_features_alone():
     model = image_model("Qwen3-VL", torch.float32)
     distinct = tt.build_tree(ROWS).images.distinct
-    graph = images.encoder_memory(model, distinct)
+    graph = encoder_memory.encoder_memory(model, distinct)
     with torch.no_grad():
-        none = images.encoder_memory(model, distinct)
+        none = encoder_memory.encoder_memory(model, distinct)
     features = 3 * 32 * 4 * (3 * 64 + 96)  # of the embeddings and of two deep layers, float32
     assert none.held == pytest.approx(features)
     assert none.held < none.peak < graph.held < graph.peak
@@ -132,8 +132,8 @@ def test_scores_without_gradient_hold_the_features_alone():
 def test_an_encoder_that_cannot_be_counted_takes_a_budget_in_tokens():
     model = ready(image_model("Qwen3-VL", torch.float32))
     with (
-        mock.patch.object(images, "_COUNTED", {}),
-        mock.patch.object(images, "without_data", side_effect=TypeError("no")),
+        mock.patch.object(encoder_memory, "_COUNTED", {}),
+        mock.patch.object(encoder_memory, "without_data", side_effect=TypeError("no")),
     ):
         with pytest.raises(
             tt.UnsupportedModel, match=r"what the image encoder of Qwen3VL.* needs .*TypeError: no.*tokens"
@@ -154,7 +154,7 @@ def test_an_encoder_that_reads_all_images_in_one_sequence_takes_a_budget_in_toke
 def test_flash_attention_is_counted_as_torchs_own():
     model = image_model("Qwen2.5-VL", torch.bfloat16)
     distinct = tt.build_tree(ROWS).images.distinct
-    own = images.encoder_memory(model, distinct)
+    own = encoder_memory.encoder_memory(model, distinct)
     flash = mock.patch.object(model.model.visual.config, "_attn_implementation_internal", "flash_attention_2")
-    with flash, mock.patch.object(images, "_COUNTED", {}):
-        assert images.encoder_memory(model, distinct) == own
+    with flash, mock.patch.object(encoder_memory, "_COUNTED", {}):
+        assert encoder_memory.encoder_memory(model, distinct) == own

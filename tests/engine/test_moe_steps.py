@@ -314,7 +314,7 @@ def test_a_router_of_another_form_has_no_auxiliary_loss_here():
 def test_a_coefficient_under_another_name_is_found_or_refused():
     model = model_with()
     model.aux_loss_coef = model.__dict__.pop("router_aux_loss_coef")
-    assert tt.TreeEngine(model).capabilities.experts.auxiliary == moe.COEFFICIENT  # type: ignore[union-attr]
+    assert tt.TreeEngine(model).capabilities.auxiliary == moe.COEFFICIENT
     del model.aux_loss_coef
     config = SimpleNamespace(output_router_logits=True, num_hidden_layers=2)
     with pytest.raises(UnsupportedModel, match=r"output_router_logits=True.*under a name"):

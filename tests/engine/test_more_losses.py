@@ -11,7 +11,7 @@ from treetrain.check import linear
 from treetrain.check.contract import PureFloat64, check_contract, expected
 from treetrain.check.forests import whole_pairs, with_random_facts
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.losses import summed
+from treetrain.core.losses.protocol import summed
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2]]
 ROWS = whole_pairs(with_random_facts(IDS, 6))  # pairs: 0 1, 2 3, 4 5, 6 7

@@ -9,8 +9,8 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.core.engine.facts import mean_metrics, read_metrics
-from treetrain.core.losses import StepResult, summed
+from treetrain.core.losses.facts import mean_metrics, read_metrics
+from treetrain.core.losses.protocol import StepResult, summed
 
 COUNTS = {
     "flat_tokens": 9,

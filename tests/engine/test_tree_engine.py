@@ -14,7 +14,7 @@ from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import runs, trajectories, with_random_facts
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.engine.facts import add_metrics
+from treetrain.core.losses.facts import add_metrics
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
 ROWS = with_random_facts(IDS, 5)

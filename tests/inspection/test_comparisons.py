@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from treetrain.core.planning.cost import ModelShape
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.logs.groups import TOKENS_PER_STEP
 from treetrain.logs.inspection.report import Shape, inspect_rows, linear_flops, sharing_in_batches
 from treetrain.models.work import linear_work, tree_stats, tree_work
+from treetrain.shapes import ModelShape
 from treetrain.trainers.groups import StepSampler
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()

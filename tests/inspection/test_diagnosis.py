@@ -6,7 +6,6 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from treetrain.core.planning.cost import ModelShape
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.logs.inspection.alignment import RUN
@@ -14,6 +13,7 @@ from treetrain.logs.inspection.causes import CAUSES
 from treetrain.logs.inspection.diagnosis import diagnose
 from treetrain.logs.inspection.prepared import Prepared
 from treetrain.models.work import linear_work, tree_stats, tree_work
+from treetrain.shapes import ModelShape
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 PAD, BOS, TURN, END, OPEN, CLOSE, SPACE, JOINED, NAME, QUOTE = range(10)

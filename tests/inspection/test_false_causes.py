@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from treetrain.core.planning.cost import ModelShape
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.logs.inspection.diagnosis import diagnose
 from treetrain.logs.load import load
 from treetrain.models.loading import load_tokenizer
+from treetrain.shapes import ModelShape
 
 COUNTS = ModelShape.named("qwen3-0.6b").counts()
 BOS, END = "\x01", "\x02"

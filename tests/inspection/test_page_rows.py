@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from support.browser import look, needs_browser
-from treetrain.core.planning.cost import ModelShape
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.logs.inspection.one_row import runs_of
 from treetrain.logs.inspection.page import write_page
 from treetrain.logs.inspection.page_rows import BYTES, page_rows
 from treetrain.logs.inspection.report import Shape, inspect_rows
+from treetrain.shapes import ModelShape
 
 SHAPE = Shape(counts=ModelShape.named("qwen3-0.6b").counts(), name="qwen3-0.6b", assumed=False)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from support.browser import look, needs_browser
-from treetrain.core.planning.cost import ModelShape
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.logs.inspection.page import PAGE_BYTES, charts, write_page
 from treetrain.logs.inspection.picture import KINDS, draw
 from treetrain.logs.inspection.report import Shape, inspect_rows
+from treetrain.shapes import ModelShape
 
 SHAPE = Shape(counts=ModelShape.named("qwen3-0.6b").counts(), name="qwen3-0.6b", assumed=False)
 

@@ -9,7 +9,7 @@ import pytest
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.core.losses import Loss, numeric
+from treetrain.core.losses.protocol import Loss, numeric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

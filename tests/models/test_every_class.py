@@ -48,7 +48,8 @@ from treetrain.check.forests import VOCAB, with_random_facts
 from treetrain.core.attention.rectangles import RectangleAttention
 from treetrain.core.attention.schedule import PLAIN_ATTENTION
 from treetrain.core.errors import UnsupportedModel
-from treetrain.core.hf.capability import check_model
+from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.finders import check_model
 from treetrain.models.loading import FILE, VERDICTS, ClassFound, FamilyTable
 
 ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 3, 2], [5, 6, 13, 14], [5, 6, 7, 8, 9, 10, 3, 4], [20, 21, 22]]
@@ -254,7 +255,7 @@ def kinds_of(model: nn.Module, named: tuple[str, ...], asked: Asked) -> tuple[st
     """Kinds of layers in the order that the configuration names them, then what it does not name."""
     kinds = [kind for kind in named if kind in asked or "attention" not in kind or kind == "linear_attention"]
     kinds += sorted(asked - set(kinds))
-    return (*kinds, *(["experts"] if check_model(model).experts else []))
+    return (*kinds, *(["experts"] if experts_of(check_model(model)) else []))
 
 
 def _judge_unbuilt(found: Verdict) -> Verdict:

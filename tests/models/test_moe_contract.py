@@ -13,9 +13,10 @@ from support.plans import planned
 from treetrain.check.contract import PPO, SFT, PureFloat64, check_contract, measured
 from treetrain.check.forests import runs, trajectories
 from treetrain.check.linear import relative_error
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.errors import UnsupportedModel
-from treetrain.core.hf.capability import check_model
+from treetrain.engine import TreeEngine
+from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.finders import check_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text", "llama4_tuned")
 FAMILIES += ("granitemoehybrid", "nemotron_h")
@@ -94,7 +95,7 @@ def test_many_forests_in_every_plan_equal_their_rows_with_the_auxiliary_loss(fam
 
 def test_a_router_that_draws_noise_is_refused_in_training_mode_and_welcome_without():
     model = make_model("mixtral", router_jitter_noise=0.1)
-    assert check_model(model).experts is not None
+    assert experts_of(check_model(model)) is not None
     with pytest.raises(UnsupportedModel, match=r"jitter_noise=0.1 in training mode"):
         check_model(model.train())
-    assert check_model(make_model("mixtral").train()).experts is not None
+    assert experts_of(check_model(make_model("mixtral").train())) is not None

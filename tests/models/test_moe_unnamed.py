@@ -11,6 +11,7 @@ from treetrain.check import linear
 from treetrain.check.contract import SFT, measured
 from treetrain.check.forests import with_random_facts
 from treetrain.core.errors import UnsupportedModel
+from treetrain.layers.experts.routers import experts_of
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 
@@ -25,7 +26,8 @@ def unnamed(model, monkeypatch):
 
 def test_routers_that_the_model_does_not_name_are_found_beside_its_experts(monkeypatch):
     model = unnamed(make_model("glm4_moe", torch.float64), monkeypatch)
-    assert [router.name for router in tt.TreeEngine(model).capabilities.experts.routers] == ["model.layers.1.mlp.gate"]
+    routers = experts_of(tt.TreeEngine(model).capabilities).routers
+    assert [router.name for router in routers] == ["model.layers.1.mlp.gate"]
     rows = at_random(with_random_facts(IDS, 3), 1)
     loss, gradient = expected(model, rows, [SFT], 0.0)[0]
     found = measured(model, rows, SFT, planned("chunks of 2", "mixed"))
@@ -34,7 +36,7 @@ def test_routers_that_the_model_does_not_name_are_found_beside_its_experts(monke
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
     wrapped = peft.get_peft_model(model, config)
-    routers = tt.TreeEngine(wrapped).capabilities.experts
+    routers = experts_of(tt.TreeEngine(wrapped).capabilities)
     assert {router.name for router in routers.routers} == {"model.layers.1.mlp.gate"} and routers.places == 1
 
 

@@ -106,7 +106,7 @@ def test_a_refusal_comes_before_a_weight_is_looked_for(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "qwen3_next", "gpt_oss"])
 def test_what_a_configuration_says_is_what_the_model_says(name):
-    from treetrain.core.hf.capability import check_model
+    from treetrain.layers.finders import check_model
 
     alone, whole = check_config(make_config(name)), check_model(make_model(name))
     assert alone is not None

@@ -6,11 +6,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from treetrain.check.forests import trajectories
-from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.cost import CostModel
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.parallel.balance import PASS_TOKENS, Balancer, Dispatch, cut_evenly, dispatch, range_costs
+from treetrain.shapes import ModelShape
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 PRICES = CostModel.from_shape(SHAPE)

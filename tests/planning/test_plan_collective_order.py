@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from support.plans import uniform
 from treetrain.check.forests import trajectories
-from treetrain.core.planning.cost import CostModel, ModelShape, Passes
-from treetrain.core.planning.make import make_plan
+from treetrain.core.planning.cost import CostModel, Passes
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout, pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
@@ -21,6 +20,7 @@ from treetrain.parallel.collective_order import (
     order_seconds,
     timed_order,
 )
+from treetrain.shapes import ModelShape, make_plan
 from treetrain.simulation.rank_plans import plan_ranks
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)

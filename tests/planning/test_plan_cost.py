@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from treetrain.core.errors import UnsupportedModel
-from treetrain.core.planning.cost import ModelShape
 from treetrain.core.tree.layout import FULL, AttentionRange
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.models.work import ideal_speedup, linear_work, tree_stats, tree_work
+from treetrain.shapes import ModelShape
 
 
 @pytest.mark.parametrize(

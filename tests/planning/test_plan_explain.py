@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from support.plans import LinearPrices, layout_of
-from treetrain.core.planning.make import make_plan
 from treetrain.core.planning.partition import partition
+from treetrain.shapes import make_plan
 
 
 @pytest.fixture

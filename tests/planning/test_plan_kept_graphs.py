@@ -9,8 +9,8 @@ import treetrain as tt
 from support.plans import layout_of
 from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.kept_graphs import keeping_most, most_worth_keeping
-from treetrain.core.planning.make import make_plan
 from treetrain.core.planning.plan import Plan
+from treetrain.shapes import make_plan
 
 COST = CostModel.from_shape(tt.ModelShape.named("qwen3-0.6b"))
 STEM = list(range(400))

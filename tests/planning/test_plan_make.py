@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 
 from support.plans import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.check.forests import trajectories
-from treetrain.core.planning.cost import CostModel, ModelShape, stats
-from treetrain.core.planning.make import PART_TOKENS, Bytes, make_plan, parse_budget
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.make import PART_TOKENS, Bytes, parse_budget
 from treetrain.core.planning.partition import partition
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.core.tree.trajectory import Trajectory
-from treetrain.models.work import tree_stats
+from treetrain.models.work import stats, tree_stats
 from treetrain.parallel.balance import dispatch
+from treetrain.shapes import ModelShape, make_plan
 from treetrain.simulation.rank_plans import plan_ranks
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)

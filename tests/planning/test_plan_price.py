@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.check.forests import forests
-from treetrain.core.planning.cost import CostModel, ModelShape, Speeds, head_chunk_rows
+from treetrain.core.planning.cost import CostModel, Speeds, head_chunk_rows
 from treetrain.core.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout, pack, pairs_at
 from treetrain.core.tree.token_tree import build_tree
+from treetrain.shapes import ModelShape
 
 SHAPE = ModelShape(layers=3, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=5, vocab=50, tied=True)
 PRIMES = [n for n in range(2, 200) if all(n % d for d in range(2, n))]

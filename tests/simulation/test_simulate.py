@@ -4,10 +4,11 @@ import math
 import numpy as np
 import pytest
 
-from treetrain.core.planning.cost import CostModel, ModelShape
-from treetrain.core.planning.devices import DEVICES, Collective, Device
-from treetrain.core.planning.make import make_plan
+from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.devices import DEVICES, Device
 from treetrain.core.tree.token_tree import build_tree
+from treetrain.parallel.links import Collective, sharded_links
+from treetrain.shapes import ModelShape, make_plan
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.simulate import Refused, Simulation, links_of, share_of, simulate, state_bytes
 from treetrain.simulation.splits import Split, splits_of
@@ -133,7 +134,7 @@ def test_parts_grow_with_the_price_of_links_until_the_arithmetic_hides_them():
     counts, sizes, fixed = ModelShape.named("qwen3-8b").counts(dtype_bytes=2), [], []
     for speed in (50e9, 1e9, 5e8, 1e8):
         device = dataclasses.replace(H100, network_bandwidth=speed)
-        cost = CostModel.on(device, counts, shards=16)
+        cost = CostModel.on(device, counts, sharded_links(device, counts, shards=16))
         plan = make_plan(tree, cost)
         sizes.append(int(plan.sizes.max()))
         fixed.append(cost.seconds_by(plan)["links"] / cost.seconds(plan))

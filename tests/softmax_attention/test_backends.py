@@ -12,19 +12,13 @@ import torch
 
 from support.models import make_model
 from support.plans import attention_forest, star
-from treetrain.core.attention import attention
-from treetrain.core.attention.attention import (
-    BACKENDS,
-    ENVIRONMENT,
-    AttentionTree,
-    choose_backends,
-    runnable,
-    why_not,
-)
+from treetrain.core.attention.attention import AttentionTree
 from treetrain.core.attention.kv_cache import KVCache
 from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.tree.layout import AttentionRange
+from treetrain.engine import TreeEngine
+from treetrain.kernels import backends
+from treetrain.kernels.backends import BACKENDS, ENVIRONMENT, DeviceBackends, choose_backends, runnable, why_not
 from treetrain.kernels.flex import FlexTreeAttention
 from treetrain.kernels.varlen import VarlenAttention
 from treetrain.parallel.process_group import GroupRanks
@@ -86,13 +80,13 @@ def stand_ins(monkeypatch, with_triton):
     monkeypatch.setattr("treetrain.kernels.varlen.VarlenAttention", varlen)
     flex = type("Flex", (_StandIn,), {"name": "flex", "takes": FlexTreeAttention.takes, "serves_sinks": False})
     monkeypatch.setattr("treetrain.kernels.flex.FlexTreeAttention", flex)
-    monkeypatch.setattr(attention, "CHECKED", set())
+    monkeypatch.setattr(backends, "CHECKED", set())
 
 
 def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins, monkeypatch):
     def calls(forest, cache=None, specs=(PLAIN_ATTENTION,), dtype=torch.bfloat16, sinks=None):
         x = types.SimpleNamespace(device=CUDA, shape=(len(forest.ends), 2, 8), dtype=dtype)
-        tree = AttentionTree(forest, cache)
+        tree = AttentionTree(forest, cache, DeviceBackends())
         return Counter(tree.backend(x, x, x, spec, sinks).name for spec in specs)
 
     suitable, bushy = Forest.of(star(300, 64)), Forest.of(star(300, 3))
@@ -154,9 +148,10 @@ def test_an_engine_takes_what_the_environment_names(monkeypatch):
 
 
 def test_the_default_of_a_cpu_is_made():
-    assert {name for order in attention.ORDER.values() for name in order} <= set(BACKENDS)
+    assert {name for order in backends.ORDER.values() for name in order} <= set(BACKENDS)
     x = torch.zeros(3, 2, 8)
-    assert AttentionTree(attention_forest([[1, 2], [1, 3]])).backend(x, x, x).name == "rectangles"
+    tree = AttentionTree(attention_forest([[1, 2], [1, 3]]), backends=DeviceBackends())
+    assert tree.backend(x, x, x).name == "rectangles"
 
 
 def test_other_devices_are_refused():
@@ -167,9 +162,9 @@ def test_other_devices_are_refused():
 def test_ranks_compile_flex_attention_before_they_wait_for_one_another(monkeypatch):
     """So the first irregular forest of one rank meets a check that has been made."""
     checked = []
-    monkeypatch.setattr(attention, "CHECKED", {"cpu"})
-    monkeypatch.setitem(attention.ORDER, "cpu", ("varlen", "flex"))
-    monkeypatch.setattr(attention, "why_not", lambda name, device: None)
+    monkeypatch.setattr(backends, "CHECKED", {"cpu"})
+    monkeypatch.setitem(backends.ORDER, "cpu", ("varlen", "flex"))
+    monkeypatch.setattr(backends, "why_not", lambda name, device: None)
     monkeypatch.setattr(
         "treetrain.kernels.attention_check.failure_of_backend",
         lambda name, make, q, k, v, spec, **options: checked.append(
@@ -188,5 +183,5 @@ def test_ranks_compile_flex_attention_before_they_wait_for_one_another(monkeypat
     shapes = (1, heads, size), (1, groups, size), (1, groups, size)
     assert checked == [("flex", torch.bfloat16, *shapes, options)], "several ranks, of which each has its own rows"
     monkeypatch.setenv(ENVIRONMENT, "varlen")
-    attention.warm_up(CPU, torch.float32, (4, 2), (8, 8))
+    backends.warm_up(CPU, torch.float32, (4, 2), (8, 8))
     assert len(checked) == 1

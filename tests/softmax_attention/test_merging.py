@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.triton_here import triton_or_skip
-from treetrain import softmax_attention
+from treetrain import kernels as room
 from treetrain.check.forests import runs
 from treetrain.kernels import checks as kernel_checks
 from treetrain.kernels import merging
@@ -149,7 +149,7 @@ def test_merge_kernels_that_are_wrong_here_leave_their_work_to_pytorch(monkeypat
     module = type(sys)("merge_kernels")
     module.merge_, module.add_ = broken, merging.add_
     monkeypatch.setitem(sys.modules, "treetrain.kernels.merge_kernels", module)
-    monkeypatch.setattr(softmax_attention, "merge_kernels", module, raising=False)
+    monkeypatch.setattr(room, "merge_kernels", module, raising=False)
     merging._chosen.cache_clear()
     like = torch.zeros(3, 2, 8)
     with pytest.warns(RuntimeWarning, match="merging of attention pieces.*is off in the output by nan"):

@@ -17,14 +17,15 @@ from support.models import make_model
 from support.plans import planned
 from treetrain.check.linear import gradients, relative_error
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.attention import attention, rectangles
-from treetrain.core.attention.attention import BACKENDS, ENVIRONMENT
-from treetrain.core.attention.rectangles import FlashKernel, PlainKernel, RectangleAttention
+from treetrain.core.attention.rectangles import PlainKernel, RectangleAttention
 from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.tree.layout import AttentionRange
+from treetrain.engine import TreeEngine
 from treetrain.kernels import attention_check as self_check
+from treetrain.kernels import backends
 from treetrain.kernels import checks as kernel_checks
+from treetrain.kernels.backends import BACKENDS, ENVIRONMENT
+from treetrain.kernels.flash_kernel import FlashKernel, kernel_of
 from treetrain.kernels.varlen import VarlenAttention, pieces_of, suits
 from treetrain.losses import sft
 
@@ -56,9 +57,9 @@ def triton(forest, cache, device, size):
 def gpu(monkeypatch):
     """The CPU with the order and the check of a GPU."""
     monkeypatch.delenv(ENVIRONMENT, raising=False)
-    monkeypatch.setattr(attention, "CHECKED", {"cpu"})
-    monkeypatch.setitem(attention.ORDER, "cpu", ORDER)
-    monkeypatch.setattr(attention, "why_not", lambda name, device: None)
+    monkeypatch.setattr(backends, "CHECKED", {"cpu"})
+    monkeypatch.setitem(backends.ORDER, "cpu", ORDER)
+    monkeypatch.setattr(backends, "why_not", lambda name, device: None)
     monkeypatch.setattr(kernel_checks, "_FAILURES", {})
     monkeypatch.setitem(BACKENDS, "varlen", varlen)
     monkeypatch.setitem(BACKENDS, "triton", triton)
@@ -98,14 +99,14 @@ def test_stock_varlen_calls_serve_the_forest_of_the_check():
 
 
 @pytest.mark.parametrize("below_path", [False, True])
-def test_rectangles_on_a_gpu_take_flash_attention_for_all_but_tiles(monkeypatch, below_path):
+def test_rectangles_on_a_gpu_take_flash_attention_for_all_but_tiles(below_path):
     flash = FlashKernel()
     flash._flash = SequenceBySequence()  # type: ignore[assignment]
-    monkeypatch.setattr(rectangles, "_kernel", lambda query, value, spec, plain: flash)
     before = SequenceBySequence.calls
 
     def make(forest, cache, device, size):
-        return RectangleAttention(forest, cache=cache, call_pairs=0.0)  # calls cost nothing, so there are many
+        # Calls cost nothing, so there are many.
+        return RectangleAttention(forest, cache=cache, call_pairs=0.0, kernel_of=lambda *_: flash)
 
     assert max(errors_of(make, below_path=below_path).values()) <= 1e-12
     assert SequenceBySequence.calls > before
@@ -115,9 +116,9 @@ def test_rectangles_on_a_gpu_take_flash_attention_for_all_but_tiles(monkeypatch,
 def test_a_gpu_takes_flash_attention_in_16_bits_only_and_products_for_the_rest(dtype):
     query, large = torch.zeros(1, 2, 8, device="meta", dtype=dtype), torch.zeros(1, 2, 264, device="meta", dtype=dtype)
     expected = PlainKernel if dtype == torch.float32 else FlashKernel
-    assert type(rectangles._kernel(query, query, PLAIN_ATTENTION)) is expected
-    assert type(rectangles._kernel(query, large, PLAIN_ATTENTION)) is PlainKernel
-    assert type(rectangles._kernel(query, query, SPECS["cap"])) is PlainKernel
+    assert type(kernel_of(query, query, PLAIN_ATTENTION)) is expected
+    assert type(kernel_of(query, large, PLAIN_ATTENTION)) is PlainKernel
+    assert type(kernel_of(query, query, SPECS["cap"])) is PlainKernel
 
 
 # ---- broken backends

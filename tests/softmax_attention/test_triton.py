@@ -44,6 +44,7 @@ from treetrain.core.tree.layout import (  # noqa: E402
 )
 from treetrain.core.tree.token_tree import build_tree  # noqa: E402
 from treetrain.kernels import triton_attention  # noqa: E402
+from treetrain.kernels.backends import DeviceBackends  # noqa: E402
 from treetrain.kernels.triton_attention import (  # noqa: E402
     Shape,
     Shapes,
@@ -255,7 +256,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name():
 @pytest.mark.skipif(GPU, reason="asks for what a machine without GPU says")
 def test_the_dispatcher_takes_the_kernels_when_told():
     forest = attention_forest([[1, 2, 3]])
-    tree, given = AttentionTree(forest), inputs(3)[:3]
+    tree, given = AttentionTree(forest, backends=DeviceBackends()), inputs(3)[:3]
     tree(*given, SCALE, backend="triton")
     tree(*given, SCALE)
     assert tree.calls == {"triton": 1, "rectangles": 1}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treetrain.core.device_arrays import tf32_is_allowed
+from treetrain.kernels.launch import tf32_is_allowed
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 FOLDER = "TREETRAIN_TESTS_COUNTS"
 """The variable that says where they are."""
-CACHES = ("treetrain.models.costs", "treetrain.layers.images.images")
+CACHES = ("treetrain.models.costs", "treetrain.models.encoder_memory")
 """Modules with counts by what they depend on."""
 PATIENCE = 5.0
 """Seconds to wait for a process that has begun the same count, as the ranks of a group do at one time."""

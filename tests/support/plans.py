@@ -8,11 +8,11 @@ from typing import Literal
 import numpy as np
 
 from treetrain.core.attention.schedule import Forest
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.planning.partition import _Cutter
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout, pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.engine import TreeEngine
 
 
 def layout_of(rows) -> PackedLayout:

@@ -19,7 +19,7 @@ import torch
 
 import gpu_cases
 import quarter_hour
-from treetrain.core.attention.attention import BACKENDS
+from treetrain.kernels.backends import BACKENDS
 
 NAME = sys.argv[sys.argv.index("--phase") + 1]
 ERROR = json.loads(os.environ["PLANTED"]).get(NAME)

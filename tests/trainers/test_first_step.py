@@ -474,7 +474,7 @@ def test_quadratic_attention_and_a_model_that_cannot_be_counted_get_fewer_tokens
         model.set_attn_implementation(attention)
         within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), "fused")
     assert first_step.LEAST_TOKENS < within["eager"] < within["sdpa"] / 2
-    monkeypatch.setattr("treetrain.models.costs.cost_of", uncountable)
+    monkeypatch.setattr("treetrain.registry.cost_of", uncountable)
     assert tokens_within(tt.TreeEngine(model), rows_of(batch), "fused") == first_step.UNCOUNTED_TOKENS
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trainer_runs import BUILDERS, difference, train
 
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.engine import TreeEngine
 
 TORN = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "num_generations": 4}
 """Micro-batches of two rows, and groups of four."""

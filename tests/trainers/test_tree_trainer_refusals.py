@@ -5,8 +5,8 @@ import torch
 
 from support.tree_runs import branching_rows, make_arguments, run, small_model
 from treetrain import losses
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.engine import TreeEngine
 from treetrain.trainers.first_step import compare_rows
 from treetrain.trainers.tree_trainer import TreeTrainer
 

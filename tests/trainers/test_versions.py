@@ -13,7 +13,7 @@ from transformers import Trainer
 
 import treetrain as tt
 from support.tree_runs import branching_rows, run, small_model, steps
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.engine import TreeEngine
 from treetrain.trainers import relied_on
 
 NEWEST = Version(relied_on.TESTED["transformers"][1])

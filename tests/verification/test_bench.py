@@ -13,7 +13,7 @@ from treetrain.check import bench as bench_module
 from treetrain.check.bench import PaddedEngine, bench
 from treetrain.check.linear_engine import LinearEngine
 from treetrain.check.verify import PlainModel, relative_error
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.engine import TreeEngine
 from treetrain.models.costs import cost_of
 from treetrain.models.loading import load_model
 

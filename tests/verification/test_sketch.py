@@ -9,7 +9,7 @@ from support.models import make_model
 from treetrain.check import sketch as module
 from treetrain.check.sketch import sketch, sketch_size, sketched
 from treetrain.check.verify import verify
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.engine import TreeEngine
 from treetrain.models.meters import CountStorages
 
 ROWS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9, 4, 2], [5, 6]]

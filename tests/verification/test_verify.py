@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import treetrain as tt
 from treetrain.core.attention import rectangles
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.engine import TreeEngine
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from torch import nn
 
 from treetrain.check.linear_engine import LinearEngine
 from treetrain.check.verify import TreeReport
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.engine_model import EngineModel
 from treetrain.core.engine.executor import Executor, Part, PassCounts
 from treetrain.core.engine.extension import Extension, LossExtension
@@ -26,13 +25,15 @@ from treetrain.core.engine.loss_gradients import KnownGradients
 from treetrain.core.engine.model_passes import ModelPasses
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.head.lm_head import Edges, ScoreRequest, Scores, scoring_head
-from treetrain.core.hf.capability import check_model, model_device
-from treetrain.core.losses import LossProtocol, as_loss
-from treetrain.core.planning.cost import CostModel, budget_share
+from treetrain.core.hf.capability import model_device
+from treetrain.core.losses.protocol import LossProtocol, as_loss
+from treetrain.core.planning.cost import CostModel, ModelCounts
 from treetrain.core.planning.make import Bytes
-from treetrain.core.planning.plan import Plan
+from treetrain.core.planning.plan import Plan, heights
 from treetrain.core.tree.layout import PackedLayout, pack
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree, build_tree
+from treetrain.engine import TreeEngine
+from treetrain.layers.finders import check_model
 from treetrain.layers.recurrence.recurrence import Recurrence
 from treetrain.losses import sft
 from treetrain.models.costs import cost_if_countable, cost_of
@@ -289,3 +290,11 @@ def _pass_seconds(model: nn.Module, plan: Plan) -> float:
             _synchronise(model)
             times.append(time.perf_counter() - start)
     return min(times[1:])  # kernels are compiled in the first
+
+
+def budget_share(plan: Plan, counts: ModelCounts, budget: int) -> float:
+    """Divide the FLOPs of a step without recomputation by the least that a budget in tokens allows; at most 1."""
+    layout = plan.layout
+    again = layout.positions[heights(layout) > budget]
+    once = counts.flops(layout.num_tokens, counts.pairs_at(layout.positions), len(layout.rows))
+    return once / (once + counts.flops(len(again), counts.pairs_at(again), 0) / 3) if once else 1.0

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 import treetrain as tt
 from treetrain.check import linear
 from treetrain.check.forests import runs, seeded, trajectories
-from treetrain.core.hf.capability import check_model
-from treetrain.core.losses import Loss, LossProtocol
+from treetrain.core.losses.protocol import Loss, LossProtocol
+from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.finders import check_model
 
 TEMPERATURE = 1.3
 Rows = list[tt.Trajectory]
@@ -50,7 +51,7 @@ PPO = Case(
 
 def scored(model: nn.Module, rows: Rows, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
     """`linear.score_rows`, with the recorded experts of every row that has them."""
-    experts, found = check_model(model).experts if any(row.experts is not None for row in rows) else None, []
+    experts, found = experts_of(check_model(model)) if any(row.experts is not None for row in rows) else None, []
     for row in rows:
         forced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if experts is not None and row.experts is not None:
@@ -279,7 +280,7 @@ def with_experts(model: nn.Module, rows: Rows) -> Rows | None:
 
     Returns the rows themselves for a model without experts, and None if its choices cannot be observed.
     """
-    experts = check_model(model).experts
+    experts = experts_of(check_model(model))
     if experts is None:
         return rows
     if experts.experts is None or experts.top_k is None or experts.ambiguous:

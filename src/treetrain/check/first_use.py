@@ -24,6 +24,7 @@ What this cannot see:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -36,16 +37,17 @@ from transformers import AttentionInterface
 
 from treetrain.check.row_scores import scores_of_logits
 from treetrain.core.engine.deferred import gradients_aside
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import EngineModel, Sharing
 from treetrain.core.engine.loss_gradients import Batch, last_states
-from treetrain.core.engine.ranks import Sharing
-from treetrain.core.engine.snapshot import HOOK_FIELDS, global_hooks
+from treetrain.core.engine.snapshot import HOOK_FIELDS, buffers_kept, global_hooks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import Capabilities, causal_lm
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.kernels.checks import relative_error
-from treetrain.models.costs import compute_dtype
+from treetrain.kernels.compiled import CompiledFeature
+from treetrain.layers.experts.routers import experts_of
+from treetrain.parallel.process_group import compute_dtype
 
 if TYPE_CHECKING:
     from treetrain.core.tree.images import Image
@@ -57,7 +59,6 @@ BUDGET = 10
 """Tokens whose graph is alive at once where the forest runs in parts."""
 SLICE = 255
 """Numbers of each parameter's gradient that are compared: signed sums over its rows."""
-_SMALL = 1 << 20
 _REMEMBERED = 16
 """States remembered for each model. Hooks that are set anew in every step make more."""
 _ACCEPTED: "WeakKeyDictionary[nn.Module, list[_State]]" = WeakKeyDictionary()
@@ -194,22 +195,6 @@ def _undisturbed(engine: EngineModel) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers after the block."""
-    places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
-    kept = [(x, x.clone()) for _, _, x in places if x is not None and x.numel() <= _SMALL]
-    try:
-        yield
-    finally:
-        for holder, name, x in places:
-            holder[name] = x
-        with torch.no_grad():
-            for x, values in kept:
-                if not torch.equal(x, values):
-                    x.copy_(values)
-
-
-@contextmanager
 def _random_adapters(model: nn.Module) -> Iterator[bool]:
     """Add random numbers to the weights of adapters inside the block; yields whether there are any."""
     kept, random = [], torch.Generator().manual_seed(0)
@@ -247,7 +232,7 @@ def _compare(engine: Engine) -> bool:
     limit = LIMITS.get(compute_dtype(model.model, model.device, model.parameters), LIMIT_16_BITS)
     for budget in (None, BUDGET):
         tree = _slices(trained, partial(_run_tree, engine, rows, budget, live=live))
-        apart = _apart(tree[0], plain[0], typical=model.capabilities.experts is not None and limit == LIMIT_16_BITS)
+        apart = _apart(tree[0], plain[0], typical=experts_of(model.capabilities) is not None and limit == LIMIT_16_BITS)
         if not apart <= limit:
             raise UnsupportedModel(_message_of_scores(engine, rows, apart))
         apart = relative_error(tree[1], plain[1]) if live else 0.0
@@ -286,7 +271,10 @@ def _weights(scores: Sequence[Tensor]) -> list[Tensor]:
 def _run_tree(engine: Engine, rows: list[list[int]], budget: int | None, *, live: bool) -> list[Tensor]:
     probe = copy(engine)
     probe.check, probe.prepared = False, copy(engine.prepared)
-    probe.prepared.budget, probe.prepared._compile_layers = budget, False
+    probe.prepared.budget = budget
+    registry = engine.prepared.registry
+    uncompiled = [feature for feature in registry.features if not isinstance(feature, CompiledFeature)]
+    probe.prepared.registry = replace(registry, features=uncompiled)
     capabilities = engine.capabilities
     scalar = capabilities.scalar
     pooled = scalar is not None and scalar.pooled

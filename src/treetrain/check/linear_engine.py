@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.planning.partition import whole_trees
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
+from treetrain.engine import TreeEngine
 
 
 class LinearEngine(TreeEngine):

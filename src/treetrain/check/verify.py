@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from treetrain.check.row_scores import scores_of_logits
 from treetrain.check.sketch import sketch_size, sketched
 from treetrain.core.engine.deferred import gradients_aside
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.errors import UnsupportedModel, expect
-from treetrain.core.hf.capability import check_model, loaded, model_device
+from treetrain.core.hf.capability import model_device
 from treetrain.core.hf.tree_mode import replaced
-from treetrain.core.losses import Loss, LossProtocol, as_loss, needs_logprobs
+from treetrain.core.losses.protocol import Loss, LossProtocol, as_loss, needs_logprobs
 from treetrain.core.planning.make import Bytes
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
 from treetrain.core.tree.trajectory import Trajectory
+from treetrain.engine import TreeEngine, loaded
 from treetrain.kernels.checks import relative_error
 from treetrain.layers.experts.experts import RouterBalance, by_place, route_as_recorded
+from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.finders import check_model
 from treetrain.layers.images.encoders import image_inputs
 from treetrain.losses import sft
 from treetrain.parallel.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
@@ -217,7 +219,7 @@ class PlainModel:
     def __init__(self, model: nn.Module, value_head: nn.Module | None = None, temperature: float = 1.0):
         capabilities = check_model(model, critics=True)
         self._model, self._value_head, self._temperature = model, value_head, temperature
-        self._head, self.experts = capabilities.head, capabilities.experts
+        self._head, self.experts = capabilities.head, experts_of(capabilities)
         self._wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
 
     @property

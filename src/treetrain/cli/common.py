@@ -147,8 +147,8 @@ def json_object(text: str) -> "dict[str, Json]":
 
 def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> "Shape":
     """Find the named `shape` if given, else the shape of `model`, else the default shape. Only `model` needs torch."""
-    from treetrain.core.planning.cost import ModelShape
     from treetrain.logs.inspection.report import Shape
+    from treetrain.shapes import ModelShape
 
     if shape is None and model is not None:
         from treetrain.models.costs import count_named

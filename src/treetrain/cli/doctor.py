@@ -208,10 +208,11 @@ def check_kernels(device: "torch.device") -> dict[str, str]:
     """
     import torch
 
-    from treetrain.core.attention.attention import BACKENDS, ORDER, why_not
     from treetrain.core.attention.schedule import PLAIN_ATTENTION
-    from treetrain.core.head.lm_head import PlainChunk, TritonChunk, self_checked
+    from treetrain.core.head.lm_head import PlainChunk
     from treetrain.kernels.attention_check import failure_of_backend
+    from treetrain.kernels.backends import BACKENDS, ORDER, why_not
+    from treetrain.kernels.lm_head import TritonChunk, self_checked
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     query = torch.empty(1, HEADS, HEAD_SIZE, dtype=dtype, device=device)
@@ -234,7 +235,7 @@ def check_kernels(device: "torch.device") -> dict[str, str]:
 
 
 def _kernels_of_a_gpu() -> dict[str, str]:
-    from treetrain.core.attention.attention import ORDER
+    from treetrain.kernels.backends import ORDER
 
     return dict.fromkeys((*ORDER["cuda"], "LM head"), "compared with its reference before its first use")
 

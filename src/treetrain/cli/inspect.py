@@ -205,7 +205,7 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
     """The plan of all rows as one batch."""
     from treetrain.core.planning.cost import CostModel
     from treetrain.core.planning.devices import Device
-    from treetrain.core.planning.make import make_plan
+    from treetrain.shapes import make_plan
 
     if options.calibrate:
         from treetrain.check.bench import measured_cost

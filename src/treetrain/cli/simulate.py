@@ -44,10 +44,10 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.ranks > MOST_RANKS:
         parser.error(f"--ranks is {options.ranks}; give at most {MOST_RANKS}")
-    from treetrain.core.planning.cost import ModelShape
-    from treetrain.core.planning.devices import find_device
     from treetrain.core.tree.token_tree import build_tree
     from treetrain.models.work import cheapest_rows
+    from treetrain.shapes import ModelShape
+    from treetrain.simulation.device_files import find_device
     from treetrain.simulation.simulate import Simulation, simulate
     from treetrain.simulation.splits import splits_of
     from treetrain.simulation.verdict import verdict

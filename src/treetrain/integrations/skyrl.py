@@ -22,9 +22,9 @@ import torch
 from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
 from torch import Tensor
 
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.score import Scored
 from treetrain.core.errors import UnsupportedModel
+from treetrain.engine import TreeEngine
 
 NOT_ON_A_TREE = ("pixel_values", "image_grid_thw", "rollout_expert_indices", "sub_seq_lengths")
 """Contents of SkyRL's batches that a tree does not support."""

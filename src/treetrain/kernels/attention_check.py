@@ -26,10 +26,10 @@ from torch import Tensor
 from treetrain.core.attention.kv_cache import KVCache, KVCacheView, TreeAttention
 from treetrain.core.attention.reference import reference_attention, visible
 from treetrain.core.attention.schedule import AttentionSpec, Forest
-from treetrain.core.device_arrays import tf32_is_allowed
 from treetrain.core.tree.layout import AttentionRange, PackedLayout, cut, pack
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.kernels.checks import Run, failure_of, limit_of
+from treetrain.kernels.launch import tf32_is_allowed
 
 PATH = 70
 """Tokens of the path."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 logger = logging.getLogger(__name__)
+CHECKED = {"cuda"}
+"""Types of devices on which a kernel is compared with its reference before its first use."""
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative error by dtype; 16-bit dtypes have `LIMIT_16_BITS`, float32 products in TF32 too."""
 LIMIT_16_BITS = 3e-2

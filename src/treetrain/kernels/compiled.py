@@ -1,12 +1,79 @@
-"""Decoder layers that run compiled."""
+"""Decoder layers that run compiled: before the first step that needs them, and what they save for backward.
 
+PyTorch compiles a layer anew for passes without gradient and for parts of one token, and for other dtypes, autocast or
+checkpointing. Lengths are dynamic, so one short row stands for all.
+
+A compiled layer saves less for backward than its operations would one by one: what is cheap to compute again is not
+kept. How much is the compiler's choice, so it is measured, on rows of two lengths; plans then count on it.
+"""
+
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from treetrain.core.engine.deferred import gradients_aside
+from treetrain.core.engine.engine_model import HARMLESS_HOOKS, EngineModel, Feature, StepBalance
+from treetrain.core.engine.executor import Executor, PassCounts
 from treetrain.core.engine.extension import Extension
-from treetrain.core.hf.tree_mode import compiled_layers
+from treetrain.core.engine.loss_gradients import KnownGradients
+from treetrain.core.engine.model_passes import ModelPasses
+from treetrain.core.engine.parameter_hooks import HooksOnce
+from treetrain.core.engine.snapshot import buffers_kept
+from treetrain.core.planning.cost import ModelCounts
+from treetrain.core.planning.partition import whole_trees
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import pack
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.trajectory import Trajectory
+
+COMPILATIONS = 64
+"""Recompilation limit; PyTorch counts kinds of layers, dtypes and passes with and without gradients together."""
+
+
+@contextmanager
+def compiled_layers(model: nn.Module, compiled: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
+    """Run decoder layers compiled within the block. Enter it last, when all hooks of the pass are in place.
+
+    A layer's norms, rotary embedding, residuals and MLP read and write the hidden states a dozen times; compiled, a few
+    times. They do not depend on the tree. Tree attention does, so it runs outside of the compiled graphs. Lengths are
+    dynamic: one compilation of each kind of layer serves all parts.
+
+    Args:
+        compiled: the caller's cache of compiled modules; it keeps the model alive.
+
+    A hook or a replaced forward (a router that records its choices, a recurrent layer) may run other code in every
+    pass. A layer with one inside, or with a module that the user has compiled, is not compiled as a whole; those of its
+    children that have none are. So are the children of a checkpointed layer: in recent releases of transformers its
+    forward calls the checkpointing function, and PyTorch compiles nothing that breaks the graph inside of that.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=COMPILATIONS))
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                whole = _is_plain(layer) and not (layer.gradient_checkpointing and layer.training)
+                for module in [layer] if whole else filter(_is_plain, layer.children()):
+                    if module not in compiled:
+                        compiled[module] = torch.compile(module._call_impl, dynamic=True)
+                    stack.callback(setattr, module, "_compiled_call_impl", None)
+                    module._compiled_call_impl = compiled[module]
+        yield
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return not any(
+        "forward" in vars(inner)
+        or inner._compiled_call_impl is not None
+        or inner._forward_hooks
+        or inner._forward_pre_hooks
+        or inner._backward_hooks
+        or inner._backward_pre_hooks
+        for inner in module.modules()
+    )
 
 
 class CompiledLayers(Extension):
@@ -23,3 +90,122 @@ class CompiledLayers(Extension):
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
         with compiled_layers(self._model, self._compiled):
             yield
+
+
+class CompiledFeature(Feature):
+    """Runs decoder layers compiled, and counts what they save for backward.
+
+    Args:
+        wanted: whether layers run compiled; None: on a GPU, unless they communicate by hooks.
+    """
+
+    def __init__(self, wanted: bool | None):
+        self._wanted = wanted
+        self._compiled: dict[nn.Module, Callable[..., object]] = {}
+        self._saved: dict[tuple[object, ...], float] = {}
+
+    def runs(self, model: EngineModel) -> bool:
+        """Whether layers run compiled."""
+        default = model.device.type == "cuda" and model.sharing.may_compile
+        return default if self._wanted is None else self._wanted
+
+    def can_warm_up(self, model: EngineModel) -> bool:
+        """Whether layers run compiled and a short row can stand for any; a loss of the routers is over all rows."""
+        return self.runs(model) and model.capabilities.scores_tokens and not model.capabilities.auxiliary
+
+    def before_plan(self, model: EngineModel, passes_type: type) -> None:
+        """Measure what compiled layers save for backward, before the first plan that counts on it."""
+        if self.can_warm_up(model):
+            measure(self, model, passes_type)
+
+    def counts(self, model: EngineModel, counts: ModelCounts) -> ModelCounts:
+        """Counts with the bytes that compiled layers were measured to save, if they have been."""
+        saved = self._saved.get(self._place(model, counts)) if self.runs(model) else None
+        return counts if saved is None else counts.saving(saved)
+
+    def set_measured(self, model: EngineModel, counts: ModelCounts, saved_token: float) -> None:
+        """Note the bytes per token that compiled layers, and what is around them, save for backward."""
+        self._saved[self._place(model, counts)] = saved_token
+
+    def _place(self, model: EngineModel, counts: ModelCounts) -> tuple[object, ...]:
+        """The key of the measured bytes: the device, and by its counts the model, its dtype and checkpointing."""
+        return model.device, counts.dtype_bytes, counts.saved_token, counts.saved_layers, counts.saved_pass
+
+    def extension(
+        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+    ) -> Extension | None:
+        return CompiledLayers(model.model, self._compiled) if self.runs(model) else None
+
+
+_LENGTHS = 32, 96
+"""Tokens of the rows that are measured."""
+
+
+def warm_up(compiled: CompiledFeature, engine: EngineModel, passes_type: type[ModelPasses], plan: Plan | None) -> float:
+    """Compile what a plan's passes need, or all kinds of passes but those of one token; returns the seconds."""
+    start = time.perf_counter()
+    trains = engine.live
+    kinds = {(trains, 2), (False, 2)}
+    if plan is not None:
+        lengths = {min(int(size), 2) for size in plan.sizes}
+        prefills = {min(len(plan.prefill_tokens(number)), 2) for number in range(plan.num_prefills)}
+        scored = lengths if plan.runs_twice.any() or not trains else set[int]()
+        kinds = {(True, size) for size in lengths if trains} | {(False, size) for size in prefills | scored}
+    for graph, size in sorted(kinds, reverse=True):
+        _run(engine, passes_type, _LENGTHS[0] if size > 1 else 1, graph=graph)
+    measure(compiled, engine, passes_type)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    return time.perf_counter() - start
+
+
+def measure(compiled: CompiledFeature, engine: EngineModel, passes_type: type[ModelPasses]) -> None:
+    """Measure the bytes per token that a pass saves for backward, LM head excluded, once for a dtype.
+
+    Checkpointed layers save their input alone.
+    """
+    counted = engine.counted
+    if not (engine.live and compiled.can_warm_up(engine)) or counted is None or counted.counts.checkpointing:
+        return
+    if compiled.counts(engine, counted.counts) is counted.counts:
+        _run(engine, passes_type, _LENGTHS[0], graph=True)  # compiles
+        short, long = (_saved_by(engine, passes_type, tokens) for tokens in _LENGTHS)
+        compiled.set_measured(engine, counted.counts, (long - short) / (_LENGTHS[1] - _LENGTHS[0]))
+
+
+def _saved_by(engine: EngineModel, passes_type: type[ModelPasses], tokens: int) -> int:
+    saved: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        _run(engine, passes_type, tokens, graph=True)
+    return sum(saved.values())
+
+
+def _run(engine: EngineModel, passes_type: type[ModelPasses], tokens: int, *, graph: bool) -> None:
+    """Run a row of which the last token is predicted. Gradients, hooks and buffers do not see it."""
+    row = Trajectory(np.zeros(tokens, np.int32), loss_weights=np.arange(tokens) == tokens - 1)
+    tree = build_tree([row])
+    layout = pack(tree, tree.trained_edges()[0] > 0, trim=False)
+    table = engine.table(layout, entropy=False)
+    gradients = KnownGradients(table, torch.zeros_like(table.logprobs)) if graph else None
+    with ExitStack() as stack:
+        stack.enter_context(buffers_kept(engine.model))
+        stack.enter_context(gradients_aside(engine.parameters))
+        for module in engine.modules:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                own = {n: hook for n, hook in hooks.items() if getattr(hook, "__code__", None) not in HARMLESS_HOOKS}
+                stack.callback(hooks.update, own)
+                hooks.update(dict.fromkeys(own, _no_hook))
+        extensions = [x for x in engine.extensions(tree, balanced=False) if not isinstance(x, HooksOnce)]
+        passes = passes_type(engine, extensions, PassCounts(), table, gradients)
+        executor = Executor(whole_trees(layout, tokens), passes, gradients=graph)
+        executor.train() if graph else executor.score()
+
+
+def _no_hook(*_: object, **__: object) -> None:
+    """In place of a user's hook."""

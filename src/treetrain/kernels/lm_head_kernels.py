@@ -13,7 +13,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from treetrain.core.device_arrays import launch
+from treetrain.kernels.launch import launch
 
 BLOCK = 4096
 """Logits that a program loads at once."""

@@ -14,7 +14,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.core.device_arrays import launch
+from treetrain.kernels.launch import launch
 from treetrain.kernels.merge_tables import Targets
 
 WARPS = 4

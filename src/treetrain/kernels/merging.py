@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.core.device_arrays import CHECKED, why_no_triton
-from treetrain.kernels.checks import failure_of, relative_error
+from treetrain.kernels.checks import CHECKED, failure_of, relative_error
+from treetrain.kernels.launch import why_no_triton
 from treetrain.kernels.merge_tables import Sums, Targets
 
 Merge = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Targets], None]

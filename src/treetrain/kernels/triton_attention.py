@@ -18,8 +18,9 @@ from torch import Tensor
 
 from treetrain.core.attention.kv_cache import CachedAttention, Inputs, KVCacheView
 from treetrain.core.attention.schedule import AttentionSpec, Forest
-from treetrain.core.device_arrays import launch, tf32_is_allowed, to_device
+from treetrain.core.device_arrays import to_device
 from treetrain.core.tree.layout import AttentionRange
+from treetrain.kernels.launch import launch, tf32_is_allowed
 from treetrain.kernels.tile_lists import TILE, keys_of, make_tile_lists
 from treetrain.kernels.triton_kernels import (
     delta_kernel,

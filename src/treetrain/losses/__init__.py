@@ -9,7 +9,7 @@ GRPO, DAPO, Dr. GRPO and GSPO as presets.
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -19,19 +19,17 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from treetrain.core.device_arrays import on_device
-from treetrain.core.engine.facts import (
+from treetrain.core.errors import DataError, nearest
+from treetrain.core.losses.facts import (
     Facts,
     Metrics,
     Reduction,
     add_metrics,
     describe,
-    extremes,
     mean_metrics,
     require_nonnegative_weights,
-    weighted_means,
 )
-from treetrain.core.errors import DataError, nearest
-from treetrain.core.losses import Loss, LossSum, Scope, fixed, numeric
+from treetrain.core.losses.protocol import Loss, LossSum, Scope, fixed, numeric
 from treetrain.core.tree.trajectory import Trajectory
 
 __all__ = [
@@ -563,3 +561,20 @@ def by_name(name: str, **options: object) -> Loss:
     if missing:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}, which has no default")
     return LOSSES[name](**options)
+
+
+def weighted_means(watched: Mapping[str, Float[Tensor, " T"]], shares: Float[Tensor, " T"]) -> Metrics:
+    """Make metrics of per-prediction numbers: their weighted means."""
+    weight = shares.sum()
+    return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
+
+
+def extremes(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
+    """Make metrics of per-prediction numbers [T]: the largest and the smallest where the share is not 0."""
+    found: Metrics = {}
+    trained = shares != 0
+    weight = trained.any().to(shares.dtype)
+    for name, x in watched.items() if len(shares) else ():
+        found[f"{name}_max"] = torch.where(trained, x.detach(), -math.inf).max(), weight
+        found[f"{name}_min"] = torch.where(trained, x.detach(), math.inf).min(), weight
+    return found

@@ -14,9 +14,8 @@ weight (gradients; autocast's copies) belong to a pass, not to its tokens. Layer
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
 
-import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -28,22 +27,25 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
+from treetrain.core.engine.engine_model import TRANSIENT
 from treetrain.core.errors import UnsupportedModel
-from treetrain.core.head import lm_head
-from treetrain.core.head.lm_head import Scaling, TritonChunk, chunk_type
-from treetrain.core.hf.capability import Capabilities, causal_lm, check_model, is_checkpointed, model_device
+from treetrain.core.head.lm_head import Scaling
+from treetrain.core.hf.capability import Capabilities, causal_lm, is_checkpointed, model_device
 from treetrain.core.hf.frozen_layers import decoder_layers
-from treetrain.core.hf.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced, tree_attention
+from treetrain.core.hf.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, instance_of, replaced, tree_attention
 from treetrain.core.planning.cost import WIDE, CostModel, ModelCounts
 from treetrain.core.planning.devices import Device
 from treetrain.core.tree.layout import FULL, AttentionRange, pack
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.layers.recurrence.recurrent_layers import tree_recurrence
+from treetrain.kernels.lm_head import DeviceHeadKernels
+from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.finders import check_model
+from treetrain.layers.recurrence.recurrent_layers import RecurrentLayers, tree_recurrence
 from treetrain.models.loading import load_config, model_without_weights
 from treetrain.models.meters import CountedAttention, CountedPaths, Meter, Tallied
+from treetrain.parallel.links import sharded_links
+from treetrain.parallel.process_group import compute_dtype, is_sharded, meshes_of, whole_shapes
 
-TRANSIENT = (MemoryError, torch.OutOfMemoryError, OSError)
-"""Errors of a moment, after which a model may be counted again."""
 TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""
 CPU = torch.device("cpu")
@@ -61,15 +63,13 @@ def cost_of(model: nn.Module) -> CostModel:
         UnsupportedModel: a model that cannot be counted; the message says why.
     """
     if any(p.shape != getattr(p, "ds_shape", p.shape) for p in model.parameters()):
-        from treetrain.parallel.process_group import whole_shapes
-
         with whole_shapes(model):
             return cost_of(model)
     device, lm = model_device(model), causal_lm(model)
     dtype = compute_dtype(model, device)
     weights = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
     config = lm.config.to_json_string()
-    key = type(lm), config, weights, dtype, device.type, os.environ.get(lm_head.ENVIRONMENT)
+    key = type(lm), config, weights, dtype, device.type, DeviceHeadKernels().setting
     if key not in _COUNTED:
         try:
             _COUNTED[key] = count(model, device)
@@ -81,14 +81,13 @@ def cost_of(model: nn.Module) -> CostModel:
     kind = "cuda" if device.type == "cuda" else "cpu"
     counts, shards, copies = counts.checkpointed(is_checkpointed(model)), 1, 1
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
-        from treetrain.parallel.process_group import is_sharded, meshes_of
-
         if is_sharded(model):  # on a mesh of two dimensions, over the second one
             mesh = meshes_of(model)[0]
             shards, copies = mesh.shape[-1], mesh.size() // mesh.shape[-1]
     elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
         shards = dist.get_world_size()
-    return CostModel.on(Device.of_kind(kind, dtype.itemsize), counts, shards=shards, copies=copies)
+    described = Device.of_kind(kind, dtype.itemsize)
+    return CostModel.on(described, counts, sharded_links(described, counts, shards=shards, copies=copies))
 
 
 def cost_if_countable(model: nn.Module) -> CostModel | None:
@@ -97,17 +96,6 @@ def cost_if_countable(model: nn.Module) -> CostModel | None:
         return cost_of(model)
     except (UnsupportedModel, *TRANSIENT):
         return None
-
-
-def compute_dtype(model: nn.Module, device: torch.device, parameters: Iterable[Tensor] | None = None) -> torch.dtype:
-    """The dtype of the arithmetic: autocast's if it is enabled, else that of FSDP2's policy, else the weights'."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    if any(hasattr(p, "device_mesh") for p in (model.parameters() if parameters is None else parameters)):
-        from treetrain.parallel.process_group import parameter_dtype
-
-        return parameter_dtype(model) or model.dtype  # type: ignore[return-value]
-    return model.dtype  # type: ignore[return-value]
 
 
 def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
@@ -123,7 +111,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     device = CPU if own.type == "meta" else own
     capabilities = check_model(model, critics=True)
     lm = causal_lm(model)
-    recurrent = capabilities.recurrent_layers > 0
+    recurrent = instance_of(RecurrentLayers, capabilities.special) is not None
     weights = [p for p in lm.parameters() if p.dim() > 1]
     tokens = TOKENS
     while any(tokens in weight.shape for weight in weights):
@@ -164,7 +152,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     ends = {id(w): w for m in (embedded, capabilities.head) if (w := getattr(m, "weight", None)) is not None}
     own_layers = nn.ModuleList(decoder_layers(lm.base_model, text.num_hidden_layers)[1])
     in_layers = sum(p.numel() for p in own_layers.parameters() if id(p) not in ends)
-    mixture = capabilities.experts
+    mixture = experts_of(capabilities)
     held = (mixture.experts or 0, mixture.top_k or 0) if mixture is not None else (0, 0)
     trained = [p.numel() for p in lm.parameters() if p.requires_grad and id(p) not in ends]
     logit, head_pass = _head_bytes(model, capabilities, device, dtype)
@@ -238,9 +226,7 @@ def _head_bytes(
         # Every chunk goes through autograd: logits, the same in float32, log-softmax, its exp, their product.
         return 5 * wide + b, head_pass
     bias = getattr(capabilities.head, "bias", None)
-    if chunk_type(dtype, device, bias, Scaling(capabilities.logit_map)) is TritonChunk:
-        return b, head_pass  # the logits become their gradient
-    return 2 * wide + (b if b < wide else 0), head_pass
+    return DeviceHeadKernels().logit_bytes(dtype, device, bias, Scaling(capabilities.logit_map)), head_pass
 
 
 def _run(decoder: Any, meter: Meter, tokens: int, *, recurrent: bool) -> Float[Tensor, "1 N hidden"]:

@@ -78,7 +78,7 @@ def load_model(
     _check_source(name, source, options)
     import torch
 
-    from treetrain.core.hf.capability import with_softcap
+    from treetrain.layers.wrapped import with_softcap
 
     given = {"ignore_mismatched_sizes": True, "output_loading_info": True} | _NO_CODE | options
     reports = logging.getLogger("transformers.modeling_utils")
@@ -253,7 +253,7 @@ def model_without_weights(config: "PreTrainedConfig", **options: object) -> "nn.
     """
     import torch
 
-    from treetrain.core.hf.capability import with_softcap
+    from treetrain.layers.wrapped import with_softcap
 
     try:
         with torch.device("meta"), _few_modules():
@@ -290,7 +290,7 @@ def check_config(config: "PreTrainedConfig", **options: object) -> "Capabilities
     Raises:
         UnsupportedModel: it is not a causal language model, or would not be exact on a tree.
     """
-    from treetrain.core.hf.capability import check_model
+    from treetrain.layers.finders import check_model
 
     model = model_without_weights(config, **options)
     return None if model is None else check_model(model)

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool
 
-from treetrain.core.tree.layout import FULL, AttentionRange, Pairs, needed_tokens, pairs_at, pairs_of_rows
-from treetrain.core.tree.token_tree import TokenTree
+from treetrain.core.planning.cost import ModelCounts
+from treetrain.core.tree.layout import FULL, AttentionRange, Pairs, needed_tokens, pairs_at
+from treetrain.core.tree.token_tree import Int64s, Row, TokenTree, as_tree, trajectories_through
 from treetrain.core.tree.trajectory import Trajectory
+from treetrain.shapes import ModelShape
 
 
 class FlopCounter(Protocol):
@@ -106,6 +108,22 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
     )
 
 
+def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str | None = None) -> TreeStats:
+    """Compute how many tokens a batch shares, where, and the ideal speed-up.
+
+    Args:
+        rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
+        shape: a model's counts or shape, or a shape's name ("qwen3-8b"), for the speed-ups in FLOPs; None leaves
+            them out.
+
+    Raises:
+        DataError: invalid rows.
+        ValueError: an unknown shape name.
+    """
+    shape = ModelShape.of(shape) if isinstance(shape, str) else shape
+    return tree_stats(as_tree(rows), shape.counts() if isinstance(shape, ModelShape) else shape)
+
+
 def ideal_speedup(tree: TokenTree, shape: FlopCounter) -> float:
     """FLOPs of the linear baseline over FLOPs of the tree; 1 if nothing is trained.
 
@@ -166,13 +184,6 @@ def distinct_rows(tree: TokenTree) -> Bool[np.ndarray, " K"]:
     return mark
 
 
-def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:
-    """Count the trajectories through each token."""
-    ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
-    before = np.cumsum(ends)
-    return before[tree.end] - before[:-1]
-
-
 def cheapest_rows(tree: TokenTree) -> list[Trajectory]:
     """Find the rows that train everything at the least cost without a tree: no other row extends or repeats them.
 
@@ -203,3 +214,10 @@ def cheapest_rows(tree: TokenTree) -> list[Trajectory]:
                 weights[: tree.trajectory_length[number]] += rows[number].weights
         found.append(rows[longest].replace(loss_weights=weights))
     return found
+
+
+def pairs_of_rows(lengths: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
+    """Count the visible pairs of separate rows of these lengths."""
+    # A row's pairs depend on its length alone, so a running sum over depths is enough.
+    depth = np.arange(int(lengths.max(initial=0)))
+    return {each: int(np.append(0, np.cumsum(each.seen(depth)))[lengths].sum()) for each in ranges}

@@ -24,9 +24,10 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 
-from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.plan import Costs
 from treetrain.core.tree.token_tree import Int64s, Row, TokenTree, as_tree
+from treetrain.shapes import ModelShape, cost_of_shape
 
 PASS_TOKENS = 8192
 """The fixed cost of a pass is spread over this many tokens, the size of a part if memory allows it."""
@@ -98,7 +99,7 @@ class Balancer:
         heads = _states_needed(tree, self._place, whole_rows=whole_rows)
         token_seconds, row_seconds = np.ones(len(tokens.tokens)), 0.0  # without a cost model
         if cost is not None:
-            cost = CostModel.of(cost) if isinstance(cost, ModelShape | str) else cost
+            cost = cost_of_shape(cost) if isinstance(cost, ModelShape | str) else cost
             depth = tree.depth[tokens.tokens].astype(np.int64)
             token_seconds = cost.token_seconds(depth) + cost.pass_seconds / PASS_TOKENS
             row_seconds = cost.row_seconds

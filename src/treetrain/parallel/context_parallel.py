@@ -40,7 +40,6 @@ from treetrain.core.head.lm_head import Scores, Statistics
 from treetrain.core.hf.capability import Capabilities, causal_lm
 from treetrain.core.hf.tree_mode import AttentionBackend, instance_of
 from treetrain.core.tree.layout import PackedLayout
-from treetrain.layers.recurrence.recurrent_layers import recurrent_heads
 
 
 def check_context(ranks: Ranks, model: nn.Module, capabilities: Capabilities) -> None:
@@ -51,7 +50,7 @@ def check_context(ranks: Ranks, model: nn.Module, capabilities: Capabilities) ->
     config = causal_lm(model).config.get_text_config()
     heads = int(config.num_attention_heads)
     counts = {heads: "heads"}
-    counts |= {number: f"{what} of recurrent layers" for number, what in recurrent_heads(model).items()}
+    counts |= {n: f"{unit} of recurrent layers" for x in capabilities.special for n, unit in x.heads.items()}
     fitting = [size for size in range(1, min(counts) + 1) if all(number % size == 0 for number in counts)]
     if ranks.size not in fitting:
         has = (

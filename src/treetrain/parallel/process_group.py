@@ -1,6 +1,21 @@
 """The processes that share a step: how they agree before it, how gradients are averaged after it, and FSDP2's shards.
 
 Ranks agree over the CPU, in small objects (whole rows only if the loss must see those of all ranks).
+
+Why ranks cannot deadlock, whatever fails on one:
+
+- Ranks wait for one another in `Ranks.exchange`, in collective operations of passes, and in `Ranks.gather`, where no
+  data of one rank can make it fail shortly before (when an engine is made, and averages after a step).
+- Every public call runs within `together`. All ranks of a group make the same exchanges in a call, since what decides
+  on an exchange (settings, the kind of call) is compared in the first one. `together` ends with one more.
+- A rank that fails between two exchanges makes exactly one more: `together` sends its error in place of a value. The
+  others, in their next exchange, raise RanksDisagree with it. There is a next one, since `together` ends with one.
+- An error that rises on all ranks at once (their settings differ) makes all of them send it: one exchange again.
+- An error of the loss in the middle of passes that ranks run together is kept until these passes are over. Any other
+  error there ends the group: the process marks it as lost, and the others are told why, or time out. So does an
+  interrupt (Ctrl-C) anywhere, since it may come within an exchange.
+
+DataError, ValueError, TypeError and UnsupportedModel rise where they are found, RanksDisagree on all other ranks.
 """
 
 import datetime
@@ -8,7 +23,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -419,6 +434,15 @@ def parameter_dtype(model: nn.Module) -> torch.dtype | None:
     shards = sharded_modules(model)
     policy = getattr(shards[0]._get_fsdp_state(), "_mp_policy", None) if shards else None
     return getattr(policy, "param_dtype", None)
+
+
+def compute_dtype(model: nn.Module, device: torch.device, parameters: Iterable[Tensor] | None = None) -> torch.dtype:
+    """The dtype of the arithmetic: autocast's if it is enabled, else that of FSDP2's policy, else the weights'."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    if any(hasattr(p, "device_mesh") for p in (model.parameters() if parameters is None else parameters)):
+        return parameter_dtype(model) or model.dtype  # type: ignore[return-value]
+    return model.dtype  # type: ignore[return-value]
 
 
 @contextmanager

@@ -3,26 +3,29 @@
 import os
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from treetrain import __version__
-from treetrain.core.attention.attention import warm_up
-from treetrain.core.engine.engine_model import EngineModel
-from treetrain.core.engine.extension import Extension
-from treetrain.core.engine.ranks import Ranks, Sharing
+from treetrain.core.engine.engine_model import EngineModel, Sharing
+from treetrain.core.engine.extension import Extension, Reduces
+from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import Capabilities
-from treetrain.core.losses import Loss, RowLoss
+from treetrain.core.losses.protocol import Loss, RowLoss
+from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout
+from treetrain.core.tree.token_tree import TokenTree
 from treetrain.core.tree.trajectory import Trajectory
-from treetrain.models.costs import compute_dtype
+from treetrain.kernels.backends import warm_up
 from treetrain.parallel.context_parallel import ContextParallel, check_context
 from treetrain.parallel.process_group import (
     GroupRanks,
     check_same,
+    compute_dtype,
     drop_waiting_gradients,
     is_deepspeed_engine,
     is_partitioned,
@@ -32,11 +35,8 @@ from treetrain.parallel.process_group import (
     unwrapped,
     waiting_gradients,
 )
-from treetrain.parallel.sharded import PassesTogether, Sharded
+from treetrain.parallel.sharded import PassesTogether, Sharded, plan_together
 from treetrain.parallel.tensor_parallel import TensorParallel, tensor_parallel_ranks
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 def shared(
@@ -92,7 +92,6 @@ class GroupSharing(Sharing):
         self.collective, self.divides_parts = is_sharded(model), self.context.size
         self.passes_with = self.ranks if self.collective else self.same_rows
         self.may_compile = not self.collective and self.tensor.alone
-        self.has_own_rows = self.tensor.alone
         if not self.ranks.alone:
             self.processes_on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
 
@@ -134,6 +133,19 @@ class GroupSharing(Sharing):
         least = [free for _, free in by_set[self.ranks.data_rank]]
         return None if None in least else min(least) * self.divides_parts
 
+    def why_not_live(self) -> str | None:
+        if self.collective:
+            return "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
+        if dist.get_world_size() > 1 and self.tensor.alone:
+            count = dist.get_world_size()
+            return f"not be synchronised over the {count} processes, not by DistributedDataParallel either"
+        return None
+
+    def plan_together(
+        self, model: EngineModel, tree: TokenTree, plan: Plan, *, weighted: bool, apart: bool
+    ) -> tuple[TokenTree, Plan, Reduces]:
+        return plan_together(model, tree, plan, weighted=weighted, apart=apart)
+
     def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         if any(is_partitioned(p) and (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters):
             raise UnsupportedModel(
@@ -166,46 +178,37 @@ class GroupSharing(Sharing):
     def drop_unreduced(self) -> None:
         drop_waiting_gradients(self._model, self._value_head)
 
-
-def rows_of_all_ranks(
-    model: EngineModel, kind: str, rows: list[Trajectory], loss: Loss, normaliser: float | None
-) -> tuple[list[Trajectory] | None, float]:
-    """Compare the ranks' settings, and exchange what they must know of one another's rows.
-
-    All ranks add up the weights in rank order, so they get the same normaliser.
-
-    Args:
-        kind: the class of the engine.
-
-    Returns:
-        the rows of all ranks if the loss must see them, else None; the sum of the ranks' loss weights, 0 if it is not
-        needed.
-    """
-    ranks, weights = model.sharing.ranks, [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in model.parameters]
-    settings = {
-        "treetrain": __version__,
-        "torch": torch.__version__,
-        "the temperature": model.temperature,
-        "the kind of engine": kind,
-        "the model": f"{type(model.model).__name__} of {len(weights)} weights",
-        # Python's own hash differs between processes.
-        "the weights' shapes and kinds": sha256(repr(weights).encode()).hexdigest()[:16],
-        "the auxiliary loss": model.capabilities.auxiliary,
-        "loss": repr(loss),
-        "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
-        "a normaliser": None if normaliser is None else float(normaliser),
-    }
-    weight, sent = 0.0, None
-    if ranks.data_size > 1:
-        # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
-        if loss.scope == "batch" or (normaliser is None and isinstance(loss, RowLoss)):
-            sent = [row.replace(images=None) if row.images else row for row in rows]  # no loss reads pixels
-        else:
-            loss.check(rows)
-            weight = loss.total_weight(rows) if normaliser is None else 0.0
-    ranks.same(settings)
-    if ranks.data_size == 1:
-        return rows, 0.0
-    by_rank = ranks.per_data_rank(ranks.exchange((sent, weight)))
-    everyone = None if sent is None else [row for own, _ in by_rank for row in own or ()]
-    return everyone, sum(weight for _, weight in by_rank)
+    def rows_of_all_ranks(
+        self, model: EngineModel, kind: str, rows: list[Trajectory], loss: Loss, normaliser: float | None
+    ) -> tuple[list[Trajectory] | None, float]:
+        """See `Sharing`. All ranks add up the weights in rank order, so they get the same normaliser."""
+        if self.ranks.alone:
+            return rows, 0.0
+        ranks, weights = self.ranks, [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in model.parameters]
+        settings = {
+            "treetrain": __version__,
+            "torch": torch.__version__,
+            "the temperature": model.temperature,
+            "the kind of engine": kind,
+            "the model": f"{type(model.model).__name__} of {len(weights)} weights",
+            # Python's own hash differs between processes.
+            "the weights' shapes and kinds": sha256(repr(weights).encode()).hexdigest()[:16],
+            "the auxiliary loss": model.capabilities.auxiliary,
+            "loss": repr(loss),
+            "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
+            "a normaliser": None if normaliser is None else float(normaliser),
+        }
+        weight, sent = 0.0, None
+        if ranks.data_size > 1:
+            # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
+            if loss.scope == "batch" or (normaliser is None and isinstance(loss, RowLoss)):
+                sent = [row.replace(images=None) if row.images else row for row in rows]  # no loss reads pixels
+            else:
+                loss.check(rows)
+                weight = loss.total_weight(rows) if normaliser is None else 0.0
+        ranks.same(settings)
+        if ranks.data_size == 1:
+            return rows, 0.0
+        by_rank = ranks.per_data_rank(ranks.exchange((sent, weight)))
+        everyone = None if sent is None else [row for own, _ in by_rank for row in own or ()]
+        return everyone, sum(weight for _, weight in by_rank)

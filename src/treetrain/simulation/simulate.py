@@ -26,13 +26,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treetrain.core.planning.cost import CostModel, ModelCounts, Sharding, Speeds, WeightCollectives
-from treetrain.core.planning.devices import MEMORY_MARGIN, USABLE, Collective, Device
+from treetrain.core.planning.cost import CostModel, ModelCounts, Speeds
+from treetrain.core.planning.devices import MEMORY_MARGIN, USABLE, Device
 from treetrain.core.planning.make import Bytes, parse_budget
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.parallel.balance import Balancer
 from treetrain.parallel.collective_order import timed_order
+from treetrain.parallel.links import Collective, Sharding, WeightCollectives, sharded_links
 from treetrain.simulation.rank_plans import plan_ranks
 from treetrain.simulation.splits import Split
 
@@ -270,7 +271,11 @@ def simulate(
                 tree,
                 cost
                 if planned_for is None
-                else CostModel.on(planned_for, counts, shards=split.shards, copies=split.copies),
+                else CostModel.on(
+                    planned_for,
+                    counts,
+                    sharded_links(planned_for, counts, shards=split.shards, copies=split.copies),
+                ),
                 split.data,
                 budget=budget * split.context if isinstance(budget, int) else budget,
                 free_bytes=free if budget is None else None,

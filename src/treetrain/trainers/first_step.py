@@ -27,17 +27,17 @@ from transformers.modeling_outputs import CausalLMOutput
 from treetrain.check.first_use import accept, advice
 from treetrain.check.row_scores import POSITIONS, scores_of_logits
 from treetrain.check.sketch import gradients_as_they_come, sketch_size, sketched
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.engine.score import Scored
 from treetrain.core.hf.capability import causal_lm, model_device
 from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.core.tree.trajectory import Trajectory, common_prefix
+from treetrain.engine import TreeEngine
 from treetrain.kernels.checks import relative_error
 from treetrain.layers.images.encoders import image_encoder, joined_images, reads_token_types
 from treetrain.logs.columns import sorted_by_prefix
-from treetrain.models.costs import compute_dtype
 from treetrain.models.work import linear_work
+from treetrain.parallel.process_group import compute_dtype
 from treetrain.trainers.batches import (
     IGNORED,
     TOKEN_TYPES,

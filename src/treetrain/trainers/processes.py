@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
 
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.score import Scored
+from treetrain.engine import TreeEngine
 from treetrain.trainers.step_scores import Step, StepScores
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.score import Scored
+from treetrain.engine import TreeEngine
 from treetrain.parallel.process_group import is_shard, is_sharded, reduced_at_once
 from treetrain.trainers.processes import Processes
 from treetrain.trainers.relied_on import calls_may_be_replaced

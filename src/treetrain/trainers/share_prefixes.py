@@ -24,13 +24,13 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import ModelOutput
 
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
+from treetrain.engine import TreeEngine
 from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs, OutputKind, Rows, rows_of, with_labels
 from treetrain.trainers.step_scores import Ask, StepScores, TreeScores
 

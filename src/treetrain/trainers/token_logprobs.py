@@ -16,9 +16,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from treetrain.core.engine.engine import checked_temperature
-from treetrain.core.errors import DataError
+from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.core.head.lm_head import Edges, ScoreRequest, Scores, check_head, score_edges, scoring_head, zero_of
-from treetrain.core.hf.capability import causal_lm, head_capabilities
+from treetrain.core.hf.capability import (
+    Capabilities,
+    LogitMap,
+    causal_lm,
+    is_plain_linear,
+    text_config_of,
+    vocabulary_of,
+)
+from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.parallel.process_group import output_dtype
 from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
 from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput, image_arguments
@@ -128,10 +136,14 @@ def _from_plain_model(
     rows = rows_of(batch, model=inner)
     batch, predicted = _padded_on_the_right(batch, rows)
     ids, wanted = batch["input_ids"], rows.wanted.to(batch["input_ids"].device)
-    capabilities, edges, seen = head_capabilities(inner), _edges(ids, predicted), []
+    capabilities, edges, seen = _head_capabilities(inner), _edges(ids, predicted), []
     # Every process must reach all weights, also one that predicts nothing.
     request = ScoreRequest(
-        temperature=temperature, need_entropy=entropy, reaches_all_weights=True, carrier_dtype=output_dtype(inner)
+        temperature=temperature,
+        need_entropy=entropy,
+        reaches_all_weights=True,
+        carrier_dtype=output_dtype(inner),
+        kernels=DeviceHeadKernels(),
     )
     hook = inner.register_forward_hook(lambda _module, _args, output: seen.append(output.logits))
     try:
@@ -200,3 +212,24 @@ def _placed(scores: Scores, wanted: Bool[Tensor, "B _"]) -> tuple[Tensor, Tensor
         return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
 
     return place(scores.logprobs), None if scores.entropies is None else place(scores.entropies)
+
+
+def _head_capabilities(model: nn.Module) -> Capabilities:
+    """The properties of a causal LM that matter to its head alone, which need not be exact on a tree.
+
+    Raises:
+        UnsupportedModel: a model without a language-model head, or with two soft-caps.
+    """
+    lm = causal_lm(model)
+    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
+    if head is None:
+        raise UnsupportedModel(f"{type(lm).__name__} has no language-model head; pass a causal LM")
+    text = text_config_of(lm.config)
+    return Capabilities(
+        layers=text.num_hidden_layers,
+        vocab_size=vocabulary_of(lm, text),
+        max_positions=None,
+        head=head,
+        head_is_linear=is_plain_linear(head),
+        logit_map=LogitMap.from_config(text),
+    )

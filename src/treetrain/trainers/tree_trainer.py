@@ -39,16 +39,16 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from treetrain import losses
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.engine.engine import TreeEngine
-from treetrain.core.engine.facts import Facts, Metrics, add_metrics, describe, mean_metrics
 from treetrain.core.engine.memory import expandable_segments
 from treetrain.core.errors import DataError, expect, nearest, shortened
-from treetrain.core.hf.capability import loaded, model_device
+from treetrain.core.hf.capability import model_device
 from treetrain.core.hf.tree_mode import replaced
-from treetrain.core.losses import Loss, LossProtocol, StepResult, as_loss, summed
+from treetrain.core.losses.facts import Facts, Metrics, add_metrics, describe, mean_metrics
+from treetrain.core.losses.protocol import Loss, LossProtocol, StepResult, as_loss, summed
 from treetrain.core.planning.make import PART_TOKENS
 from treetrain.core.tree.token_tree import as_tree
 from treetrain.core.tree.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.engine import TreeEngine, loaded
 from treetrain.layers.experts.experts import RouterBalance
 from treetrain.logs.advantages import advantages_of_groups
 from treetrain.logs.columns import columns_of

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from treetrain.core.engine.deferred import DeferredGradient
-from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.score import Scored
+from treetrain.engine import TreeEngine
 from treetrain.logs.records import Json
 from treetrain.parallel.zero import head_read_outside
 from treetrain.trainers.sharded_processes import ShardedProcesses

@@ -13,9 +13,9 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 pieces in a batch of Q queries and K keys: the last tokens of the path (none with full attention), then the part's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,11 +30,8 @@ from treetrain.core.attention.kv_cache import (
     sink_gradient,
 )
 from treetrain.core.attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
-from treetrain.core.device_arrays import Rows, add_rows, on_device, put_rows, rows_on, take_rows, to_device
+from treetrain.core.device_arrays import Rows, add_rows, on_device, put_rows, rows_on, take_rows
 from treetrain.core.tree.layout import FULL, AttentionRange
-
-if TYPE_CHECKING:
-    from treetrain.kernels.varlen import DeviceCall
 
 CALL_MICROSECONDS = 350.0
 """Measured cost of one more rectangle, forward and backward with its merge, on one small CPU."""
@@ -49,6 +46,18 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Most scores that the plain kernel holds at once, over all heads, by type of device."""
+
+
+class Kernel(Protocol):
+    """Attention of blocks of queries to blocks of keys."""
+
+    def forward(self, query, key, value, causal, mask, scale) -> tuple[Tensor, Tensor]:
+        """See `StockKernel`."""
+        ...
+
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale) -> tuple[Tensor, ...]:
+        """See `StockKernel`."""
+        ...
 
 
 class StockKernel:
@@ -72,7 +81,7 @@ class StockKernel:
         size, value_size = query.shape[-1], value.shape[-1]
         if size == value_size:
             return _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
-        query, key, value = _filled(max(size, value_size), query, key, value)
+        query, key, value = filled(max(size, value_size), query, key, value)
         out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
         return out[..., :value_size], lse
 
@@ -81,12 +90,12 @@ class StockKernel:
         size, value_size = query.shape[-1], value.shape[-1]
         if size != value_size:
             tensors = grad_out, query, key, value, out
-            grad_out, query, key, value, out = _filled(max(size, value_size), *tensors)
+            grad_out, query, key, value, out = filled(max(size, value_size), *tensors)
         dq, dk, dv = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
         return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
 
-def _filled(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+def filled(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(pad(t, (0, size - t.shape[-1])) for t in tensors)
 
 
@@ -150,51 +159,6 @@ class PlainKernel:
         return scores, slope
 
 
-class FlashKernel:
-    """Stock flash attention of a GPU for calls without a mask; matrix products for tiles."""
-
-    def __init__(self):
-        from treetrain.kernels.varlen import StockVarlen
-
-        self._flash, self._plain = StockVarlen(), PlainKernel(None)
-
-    def forward(self, query, key, value, causal, mask, scale):
-        """See `StockKernel`; a call without a mask has one piece."""
-        if mask is not None:
-            return self._plain.forward(query, key, value, causal, mask, scale)
-        size = value.shape[-1]
-        q, k, v = (_heads_last(x).contiguous() for x in _filled(_multiple_of_8(query, value), query, key, value))
-        out, lse = self._flash.forward(q, k, v, _one_piece(query, key, causal), scale)
-        return _heads_first(out[..., :size]), lse.unsqueeze(0)
-
-    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale):
-        """See `StockKernel`."""
-        if mask is not None:
-            return self._plain.backward(grad_out, query, key, value, out, lse, causal, mask, scale)
-        tensors = _filled(_multiple_of_8(query, value), grad_out, query, key, value, out.to(query.dtype))
-        do, q, k, v, o = (_heads_last(x).contiguous() for x in tensors)
-        call = _one_piece(query, key, causal)
-        grads = self._flash.backward(do, q, k, v, o, lse.squeeze(0).contiguous(), call, scale)
-        return tuple(_heads_first(x[..., : like.shape[-1]]) for x, like in zip(grads, (query, key, value)))
-
-
-def _multiple_of_8(query: Tensor, value: Tensor) -> int:
-    """Round a head size up to one that stock flash attention takes."""
-    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-
-
-def _one_piece(query: Tensor, key: Tensor, causal: bool) -> "DeviceCall":
-    """Make one call of all queries [1, H, Q, D] against all keys."""
-    from treetrain.kernels.varlen import DeviceCall
-
-    queries, keys = query.shape[2], key.shape[2]
-    query_offsets, key_offsets = to_device([np.array([0, n], np.int32) for n in (queries, keys)], query.device)
-    return DeviceCall(slice(0, queries), slice(0, keys), query_offsets, key_offsets, (queries, keys), causal)
-
-
-Kernel = StockKernel | PlainKernel | FlashKernel
-
-
 def _grouped(x: Float[Tensor, "C H Q D"], groups: int) -> Float[Tensor, "C groups H/groups*Q D"]:
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
@@ -209,16 +173,9 @@ def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slic
         yield slice(start, stop), slice(0, stop if causal else key.shape[2])
 
 
-def _kernel(query: Tensor, value: Tensor, spec: AttentionSpec, *, plain: bool = False) -> Kernel:
-    """Choose the fastest kernel for a layer's device, dtype, head sizes and cap; matrix products if `plain`."""
-    if plain or spec.softcap is not None:
-        return PlainKernel(spec.softcap)
-    if query.device.type == "cpu":
-        return StockKernel()
-    sixteen_bits = query.dtype in (torch.bfloat16, torch.float16)
-    if sixteen_bits and max(query.shape[-1], value.shape[-1]) <= 256:
-        return FlashKernel()
-    return PlainKernel(spec.softcap)
+def kernel_of(query: Tensor, value: Tensor, spec: AttentionSpec) -> Kernel:
+    """The stock kernels on a CPU, matrix products elsewhere and for scores with a cap."""
+    return StockKernel() if query.device.type == "cpu" and spec.softcap is None else PlainKernel(spec.softcap)
 
 
 # ---- a forest
@@ -268,19 +225,21 @@ class RectangleAttention(CachedAttention):
         call_pairs: float | None = None,
         heads_times_size: int = 512,
         plain: bool = False,
+        kernel_of: Callable[[Tensor, Tensor, AttentionSpec], Kernel] = kernel_of,
     ):
         """Args:
         forest: segments of the packed run.
         cache: reads the path above and stores the forest's own keys; None for whole trees.
         call_pairs: cost of one more call in query-key pairs; None derives it from ``heads_times_size`` (H * D).
         plain: use matrix products alone.
+        kernel_of: chooses the kernel by a layer's queries, values and specification.
         """
         if call_pairs is None:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
         self.cache = cache
         self._forest, self._call_pairs = forest, call_pairs
         self._calls: dict[AttentionRange, _Calls] = {}
-        self._plain = plain
+        self._kernel_of = (lambda query, value, spec: PlainKernel(spec.softcap)) if plain else kernel_of
         if plain:
             self.name = "matmul"
 
@@ -299,13 +258,13 @@ class RectangleAttention(CachedAttention):
         return self.cache.path_tokens if tail is None else tail
 
     def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        calls, kernel = self.calls(spec.visible_range), _kernel(given.query, given.value, spec, plain=self._plain)
+        calls, kernel = self.calls(spec.visible_range), self._kernel_of(given.query, given.value, spec)
         keys = (given.key, given.value) if calls.tail is None else given.below_path()
         out, lse = _forward_calls(kernel, calls, given.query, *keys, scale)
         if calls.tail is None and given.path is not None:
-            q, k, v = (_heads_first(x) for x in (given.query, *given.path))
+            q, k, v = (heads_first(x) for x in (given.query, *given.path))
             piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
-            _merge(out, lse, _heads_last(piece), _heads_last(piece_lse))
+            _merge(out, lse, heads_last(piece), heads_last(piece_lse))
         if given.sinks is not None:
             total = torch.logaddexp(lse, given.sinks.to(lse.dtype))
             out.mul_((lse - total).exp_().unsqueeze(-1))
@@ -315,7 +274,7 @@ class RectangleAttention(CachedAttention):
     def backward(
         self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
     ) -> Inputs:
-        calls, kernel = self.calls(spec.visible_range), _kernel(given.query, given.value, spec, plain=self._plain)
+        calls, kernel = self.calls(spec.visible_range), self._kernel_of(given.query, given.value, spec)
         sinks = None if given.sinks is None else sink_gradient(given.sinks, grad_out, out, lse)
         keys = (given.key, given.value) if calls.tail is None else given.below_path()
         grads = _backward_calls(kernel, calls, (grad_out, given.query, *keys, out, lse), scale)
@@ -368,11 +327,11 @@ def _rows(
     return x if filled_slots is None else x.index_select(0, filled_slots)
 
 
-def _heads_first(x: Float[Tensor, "n heads D"]) -> Float[Tensor, "1 heads n D"]:
+def heads_first(x: Float[Tensor, "n heads D"]) -> Float[Tensor, "1 heads n D"]:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-def _heads_last(x: Float[Tensor, "1 heads n *rest"]) -> Float[Tensor, "n heads *rest"]:
+def heads_last(x: Float[Tensor, "1 heads n *rest"]) -> Float[Tensor, "n heads *rest"]:
     return x.squeeze(0).transpose(0, 1)
 
 
@@ -389,10 +348,10 @@ def _forward_calls(
     out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=wide)
     lse = query.new_empty(query.shape[:2], dtype=wide)
     for start, stop in schedule.chains:
-        q, k, v = (_heads_first(x[start:stop]) for x in (query, key, value))
+        q, k, v = (heads_first(x[start:stop]) for x in (query, key, value))
         piece, piece_lse = kernel.forward(q, k, v, True, None, scale)
-        out[start:stop] = _heads_last(piece)
-        lse[start:stop] = _heads_last(piece_lse)
+        out[start:stop] = heads_last(piece)
+        lse[start:stop] = heads_last(piece_lse)
     for batch in calls.batches(query):
         q = _gather(query, batch.query_index, batch.pieces)
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
@@ -400,9 +359,9 @@ def _forward_calls(
         put_rows(out, batch.filled_tokens, _rows(piece, batch.filled_slots))
         put_rows(lse, batch.filled_tokens, _rows(piece_lse, batch.filled_slots))
     for q0, q1, k0, k1 in schedule.rectangles:
-        q, k, v = (_heads_first(x) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        q, k, v = (heads_first(x) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
         piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
-        _merge(out[q0:q1], lse[q0:q1], _heads_last(piece), _heads_last(piece_lse))
+        _merge(out[q0:q1], lse[q0:q1], heads_last(piece), heads_last(piece_lse))
     return out, lse
 
 
@@ -446,9 +405,9 @@ def _piece_backward(kernel: Kernel, tensors, queries: slice, keys: slice, causal
 
 def _call_backward(kernel: Kernel, tensors: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Compute the gradients [n, heads, size] of one unbatched call from the global output and log-sum-exp."""
-    do, q, k, v, o = (_heads_first(x) for x in tensors[:5])
+    do, q, k, v, o = (heads_first(x) for x in tensors[:5])
     grads = kernel.backward(do, q, k, v, o, tensors[5].t().unsqueeze(0), causal, None, scale)
-    return tuple(_heads_last(grad) for grad in grads)
+    return tuple(heads_last(grad) for grad in grads)
 
 
 def _without_padding(

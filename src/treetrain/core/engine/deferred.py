@@ -366,10 +366,3 @@ def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor 
             p.grad = grad
         for hooks, own in set_aside:
             hooks.update(own)
-
-
-def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients that a call leaves in ``.grad``, and restore ``.grad``. No hook of the parameters runs."""
-    with gradients_aside(parameters) as found:
-        run()
-    return tuple(found)

@@ -3,24 +3,19 @@
 One step: check the rows and pack their tree, plan its parts, run each part forward and backward, and add up the loss.
 """
 
-import difflib
 import functools
-import inspect
-import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar, cast
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import EngineModel, Registry, Sharing, StepBalance
 from treetrain.core.engine.executor import Executor
 from treetrain.core.engine.extension import Extension, LossExtension, Reduces
-from treetrain.core.engine.facts import Metrics
 from treetrain.core.engine.loss_gradients import (
     Batch,
     KnownGradients,
@@ -33,11 +28,13 @@ from treetrain.core.engine.loss_gradients import (
 )
 from treetrain.core.engine.memory import Rollback, Try
 from treetrain.core.engine.model_passes import ModelPasses
-from treetrain.core.engine.ranks import Ranks, Sharing
+from treetrain.core.engine.ranks import Ranks
+from treetrain.core.engine.score import Scored, Scoring, States, run_batch_loss
 from treetrain.core.errors import DataError, UnsupportedModel
-from treetrain.core.hf.capability import Capabilities, loaded
+from treetrain.core.hf.capability import Capabilities
 from treetrain.core.hf.tree_mode import instance_of
-from treetrain.core.losses import Loss, LossProtocol, StepResult, as_loss, needs_logprobs, summed
+from treetrain.core.losses.facts import Metrics
+from treetrain.core.losses.protocol import Loss, LossProtocol, StepResult, as_loss, needs_logprobs, summed
 from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.make import PART_TOKENS, Bytes, parse_budget
 from treetrain.core.planning.partition import whole_trees
@@ -46,11 +43,6 @@ from treetrain.core.tree.layout import PackedLayout, pack, pack_states
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree, build_tree
 from treetrain.core.tree.trajectory import Trajectory
 
-if TYPE_CHECKING:
-    from treetrain.core.engine.score import Scored
-    from treetrain.layers.experts.experts import RouterBalance
-
-F = TypeVar("F", bound=Callable[..., None])
 WORTH_A_LOOK = 1.05
 """If rows have more than this many times the tree's tokens, sharing wins, and no plan without sharing is tried."""
 
@@ -69,20 +61,6 @@ class Step(NamedTuple):
     """Whether the caller gave a mask of predictions."""
 
 
-def unknown_named(init: F) -> F:
-    """An ``__init__`` whose error for an unknown argument names those that there are."""
-    known = [*inspect.signature(init).parameters][1:]
-
-    @functools.wraps(init)
-    def checked(self: object, *args: object, **options: object) -> None:
-        for name in options.keys() - set(known):
-            near = "".join(f" (did you mean {x}?)" for x in difflib.get_close_matches(name, known, n=1))
-            raise TypeError(f"{type(self).__name__} has no argument {name!r}{near}; it has {', '.join(known)}")
-        init(self, *args, **options)
-
-    return cast("F", checked)
-
-
 def checked_temperature(value: float) -> float:
     """The temperature; raises ValueError unless it is above 0 and finite."""
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or not 0 < float(value) < float("inf"):
@@ -93,26 +71,13 @@ def checked_temperature(value: float) -> float:
 class TreeEngine:
     """Runs batches of trajectories on a Hugging Face causal LM as prefix trees.
 
+    This is the engine of a dense model in one process. `treetrain.TreeEngine` adds what other models, rows and devices
+    need.
+
     Args:
-        model: a causal LM, plain or wrapped by peft; calls change only its ``.grad``.
-        budget: an int bounds the tokens whose graph is alive at once; any tree runs at any int. A string such as "8GiB"
-            bounds the peak memory above model, gradients and optimiser state. None takes what the device has free.
-        temperature: divides the logits before the softmax.
-        value_head: maps the inputs of a causal LM's head, [n, hidden], to values [n] (or [n, c]),
-            for losses that need values. A model for token or sequence classification has its own head, and no
-            log-probabilities.
-        group: a torch.distributed group whose processes share each step, with the same model and their own rows (or
-            none). Loss, metrics and gradients are those of all rows together. None: the ranks of a model in FSDP2
-            (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
-        context: a group whose processes all pass the same rows, and divide the tokens of every part among them (context
-            parallel; see docs/distributed.md). ``budget`` applies to each process. The processes that share a step
-            include every context group as a whole.
-        compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
-            takes a minute in the first step. None: on a GPU, unless in FSDP2 or tensor parallel.
-        check: at the first use of the model, and again when its classes, forwards, hooks or adapters have changed,
-            compare a forest of a few dozen tokens with its rows one by one in the plain model. Hooks see these calls.
-            False does not compare. Models that processes divide (FSDP2, ZeRO-3, tensor and context parallel) are not
-            compared: `share_prefixes` does so in its first step, `verify` before the model is divided.
+        model, budget, temperature, value_head: see `treetrain.TreeEngine`.
+        sharing: how processes share its steps.
+        registry: what it uses from outside the core.
 
     Raises:
         UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
@@ -123,7 +88,6 @@ class TreeEngine:
     """Whether rows that share a prefix are computed together; False for the linear baseline."""
     passes_type: type[ModelPasses] = ModelPasses
 
-    @unknown_named
     def __init__(
         self,
         model: nn.Module,
@@ -131,21 +95,10 @@ class TreeEngine:
         budget: int | str | Bytes | None = None,
         temperature: float = 1.0,
         value_head: nn.Module | None = None,
-        group: "dist.ProcessGroup | None" = None,
-        context: "dist.ProcessGroup | None" = None,
-        compile_layers: bool | None = None,
-        check: bool = True,
+        sharing: Sharing | None = None,
+        registry: Registry | None = None,
     ):
-        model, self.sharing = loaded(model), Sharing()
-        if dist.is_available() and dist.is_initialized():
-            from treetrain.parallel.sharing import shared
-
-            model, value_head, self.sharing = shared(model, value_head, group, context)
-        if compile_layers and not self.sharing.may_compile:
-            raise UnsupportedModel(
-                "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
-                "not been verified: leave it out"
-            )
+        self.sharing = Sharing() if sharing is None else sharing
         self.ranks: Ranks = self.sharing.ranks
         """The processes that share each step."""
         temperature = checked_temperature(temperature)
@@ -160,13 +113,9 @@ class TreeEngine:
             budget=parsed,
             temperature=temperature,
             sharing=self.sharing,
-            compile_layers=compile_layers,
+            registry=Registry() if registry is None else registry,
         )
         self.sharing.check_model(self.prepared.capabilities)
-        self.check = check
-        """Whether the model is compared with its rows one by one at first use."""
-        self.accepted: dict[object, object] = {}
-        """The states of the model that were compared last, by mode; see `first_use`."""
 
     # ---- the model and its plans
 
@@ -218,15 +167,11 @@ class TreeEngine:
     def cost(self) -> CostModel:
         """The cost model of this model as it is now: counted without running it, with published speeds.
 
-        What compiled layers save for backward is as counted until a step, `plan` or `warm_up` has measured it.
-
         Raises:
             UnsupportedModel: a model that cannot be counted.
         """
-        from treetrain.models.costs import cost_of
-
-        cost = cost_of(self.model)
-        return replace(cost, counts=self.prepared.measured(cost.counts))
+        cost = self.prepared.count()
+        return replace(cost, counts=self.prepared.counts(cost.counts))
 
     def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
         """The tree of a batch; raises DataError for rows that are no token ids."""
@@ -246,41 +191,13 @@ class TreeEngine:
         self.prepared.capabilities = self.prepared.check()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
-        self._measure()
+        self._before_plan()
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
         return self._faster(tree, plan)[1]
 
-    def warm_up(self, plan: Plan | None = None) -> float:
-        """Compile layers for the steps of a run before the first of them, in the dtype and autocast of the call.
-
-        Nothing happens if layers do not run compiled, or if the model adds a loss of its routers. Gradients, hooks and
-        buffers do not see these passes. Under context parallel every rank makes the call.
-
-        Args:
-            plan: the plan of a step, as from `plan`. None compiles for passes with and without gradient; parts of one
-                token, which are compiled for separately, only come with a plan that has them.
-
-        Returns:
-            seconds.
-
-        Raises:
-            UnsupportedModel: the model would not be exact on a tree.
-        """
-        model = self.prepared
-        with self.sharing.passes_with.together("warm_up"):
-            model.capabilities = model.check()
-            if not model.can_warm_up:
-                return 0.0
-            from treetrain.kernels.warm_up import warm_up
-
-            return warm_up(model, self.passes_type, plan)
-
-    def _measure(self) -> None:
-        """Measure what compiled layers save for backward, before the first plan that counts on it."""
-        if self.prepared.can_warm_up:
-            from treetrain.kernels.warm_up import measure
-
-            measure(self.prepared, self.passes_type)
+    def _before_plan(self) -> None:
+        for feature in self.prepared.registry.features:
+            feature.before_plan(self.prepared, self.passes_type)
 
     # ---- a training step
 
@@ -289,7 +206,7 @@ class TreeEngine:
         trajectories: Sequence[Trajectory] | TokenTree,
         loss: LossProtocol | Callable[..., object],
         normaliser: float | None = None,
-        balance: "RouterBalance | None" = None,
+        balance: StepBalance | None = None,
         *,
         sync: bool = True,
         mask: Mask | None = None,
@@ -303,7 +220,7 @@ class TreeEngine:
                 prediction.
             normaliser: divides the sum; when accumulating over calls, pass that of the whole step. None takes
                 ``loss.normaliser``.
-            balance: the routers' balance over the whole step: the sum of `router_balance` over its calls. None treats
+            balance: the routers' balance over the whole step: the sum of its calls' `router_balance`. None treats
                 each call as a step. If the model's configuration asks for the routers' auxiliary loss
                 (``output_router_logits`` and ``router_aux_loss_coef``), that loss is over all tokens of all rows.
             sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
@@ -330,7 +247,7 @@ class TreeEngine:
             step = self._prepare(trajectories, loss, normaliser, mask)
             if self.balanced and balance is None and ranks.data_size > 1:
                 asked = self.prepared.capabilities
-                balance = self.router_balance(step.tree)
+                balance = self._balance_of(step.tree)
                 self.prepared.capabilities = asked
             step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
             self._compare_first_use(step.tree)
@@ -366,14 +283,9 @@ class TreeEngine:
         self._check_device()
         tree = self.tree_of(trajectories)
         self._check_tree(tree)
-        self._measure()
+        self._before_plan()
         predicted = predictions_of(tree, mask)
-        rows: Sequence[Trajectory] | None = tree.trajectories
-        weight = 0.0
-        if not ranks.alone:
-            from treetrain.parallel.sharing import rows_of_all_ranks
-
-            rows, weight = rows_of_all_ranks(model, type(self).__name__, tree.trajectories, loss, normaliser)
+        rows, weight = self.sharing.rows_of_all_ranks(model, type(self).__name__, tree.trajectories, loss, normaliser)
         if rows is not None:
             loss.check(rows)
             whole = loss.normaliser(rows) if normaliser is None else normaliser
@@ -412,24 +324,15 @@ class TreeEngine:
 
     def _check_tree(self, tree: TokenTree) -> None:
         """Raise DataError for rows that the model cannot read; count what their images need besides the parts."""
+        features = self.prepared.registry.features
         check_batch(tree, self.prepared.capabilities)
-        if tree.experts is not None:
-            from treetrain.layers.experts.experts import check_recorded
+        for name in ("experts", "images"):
+            if getattr(tree, name) is not None and not any(name in feature.takes for feature in features):
+                raise UnsupportedModel(f"rows have {name}, which this engine does not know; take treetrain.TreeEngine")
+        for feature in features:
+            feature.check_rows(self.prepared, tree)
 
-            check_recorded(tree, self.prepared.capabilities.experts)
-        if tree.images is not None:
-            from treetrain.layers.images.encoders import check_images
-            from treetrain.layers.images.images import encoder_memory
-
-            check_images(self.model, tree)
-            self.prepared.beside = encoder_memory(self.model, tree.images.distinct)
-            if self.sharing.collective or not self.sharing.passes_with.alone:
-                raise UnsupportedModel(
-                    "rows with images on a model that processes divide among them (FSDP2, ZeRO-3, tensor or context "
-                    "parallel) have not been verified: use one process, DistributedDataParallel, or ZeRO-1 or 2"
-                )
-
-    def _plan_step(self, step: Step, *, sync: bool, balance: "RouterBalance | None") -> tuple[Step, Plan, Reduces]:
+    def _plan_step(self, step: Step, *, sync: bool, balance: StepBalance | None) -> tuple[Step, Plan, Reduces]:
         """Plan this rank's passes, and say which backwards reduce sharded gradients."""
         batch, ranks = step.batch, self.ranks
         tree, plan = batch.tree, self.plan_of(batch.layout)
@@ -437,20 +340,19 @@ class TreeEngine:
             tree, plan = self._faster(step.tree, plan)
         reduces: Reduces = "each"
         if not ranks.alone:
-            routers = None if balance is None else (balance.tokens, balance.choices.tolist())
             ranks.same(
                 {
                     "sync": sync,
                     "the normaliser that the loss gives": step.normaliser * ranks.data_size,
-                    "the balance of the routers": routers,
+                    "the balance of the routers": None if balance is None else balance.compared(),
                 }
             )
         if self.sharing.collective:
-            from treetrain.parallel.sharded import plan_together
-
             # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
             apart = not step.masked and self.merge and not self.balanced
-            tree, plan, reduces = plan_together(self.prepared, tree, plan, weighted=batch.weighted, apart=apart)
+            tree, plan, reduces = self.sharing.plan_together(
+                self.prepared, tree, plan, weighted=batch.weighted, apart=apart
+            )
         if tree is not batch.tree:
             step = step._replace(batch=Batch.of(tree, weighted=batch.weighted))
         return step, plan, reduces if sync else "never"
@@ -473,16 +375,14 @@ class TreeEngine:
         return (rows, alone) if cost.seconds(alone) < cost.seconds(plan) else (tree, plan)
 
     def _run(
-        self, step: Step, plan: Plan, reduces: Reduces, balance: "RouterBalance | None", rollback: Rollback
+        self, step: Step, plan: Plan, reduces: Reduces, balance: StepBalance | None, rollback: Rollback
     ) -> StepResult:
         """Accumulate the gradients of this rank's part of a step."""
         model, scale = self.prepared, self.prepared.capabilities.auxiliary * self.ranks.data_size
         attach = functools.partial(
-            model.extensions, step.batch.tree, balanced=self.balanced, whole=balance, scale=scale, reduces=reduces
+            model.extensions, step.batch.tree, balanced=self.balanced, balance=balance, scale=scale, reduces=reduces
         )
         if step.loss.scope == "batch":
-            from treetrain.core.engine.score import Scoring, run_batch_loss
-
             scoring = Scoring(model, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
             total, sums = run_batch_loss(
                 step.loss, step.normaliser, step.batch, step.rows, scoring, scale, reduces, rollback
@@ -541,33 +441,9 @@ class TreeEngine:
             total, sums = loss.packed(batch.at_edges(table.logprobs), None, facts, None)
         return total / normaliser, sums
 
-    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> "RouterBalance":
-        """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.
-
-        Raises:
-            ValueError: a model without experts.
-        """
-        from treetrain.layers.experts.experts import Experts
-
-        model, ranks = self.prepared, self.ranks
-        with ranks.together("router_balance"):
-            model.capabilities = model.check()
-            tree = self.tree_of(trajectories)
-            self._check_tree(tree)
-            if self.prepared.capabilities.experts is None:
-                raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
-            layout = pack(tree, trim=False)
-            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
-            plan = self.plan_of(layout)
-            ranks.exchange(None)  # all ranks have a plan, or none runs a pass
-            for attempt in model.tries(plan):
-                with attempt:
-                    extensions = model.extensions(tree, balanced=True)
-                    passes = self.passes_type(model, extensions, attempt.counts, None)
-                    Executor(attempt.plan, passes, gradients=False).score()
-            own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
-            balances = ranks.per_data_rank(ranks.exchange(own))
-        return functools.reduce(operator.add, balances).to(model.device)
+    def _balance_of(self, tree: TokenTree) -> StepBalance | None:
+        """What special layers must know of all tokens of a step; a collective call."""
+        return None
 
     # ---- scores
 
@@ -581,7 +457,7 @@ class TreeEngine:
         statistics: bool = False,
         mask: Mask | None = None,
         images: Sequence[Mapping[str, object] | None] | None = None,
-    ) -> "Scored":
+    ) -> Scored:
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
 
         Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. The graphs that fit into
@@ -605,9 +481,7 @@ class TreeEngine:
             UnsupportedModel: see the class; values or rewards of a model that has no head for them.
         """
         if images is not None:
-            from treetrain.layers.images.encoders import with_images
-
-            rows = with_images(self.model, rows, images)
+            rows = self._with_images(rows, images)
         return self._scored(
             "TreeEngine.score",
             rows,
@@ -617,6 +491,12 @@ class TreeEngine:
             statistics=statistics,
             mask=mask,
         )
+
+    def _with_images(
+        self, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]
+    ) -> Sequence[Trajectory]:
+        """The rows with their images."""
+        raise UnsupportedModel("images are given, which this engine does not know; take treetrain.TreeEngine")
 
     def _scored(
         self,
@@ -629,7 +509,7 @@ class TreeEngine:
         entropies: bool = False,
         statistics: bool = False,
         mask: Mask | None = None,
-    ) -> "Scored":
+    ) -> Scored:
         """Run the batch as a tree; see `score`.
 
         Args:
@@ -638,8 +518,6 @@ class TreeEngine:
             values: the values of predictions, of every token's state, or of every row.
             in_autograd: whether gradients go through autograd, and not through `Scored.backward`.
         """
-        from treetrain.core.engine.score import Scored, Scoring, States
-
         model, ranks = self.prepared, self.sharing.passes_with
         with ranks.together(name):
             capabilities = model.check()
@@ -652,7 +530,7 @@ class TreeEngine:
             self._check_device()
             tree = self.tree_of(rows)
             self._check_tree(tree)
-            self._measure()
+            self._before_plan()
             reads: Batch | States
             if values == "rewards":
                 layout, last = last_states(tree, self.prepared.capabilities)
@@ -699,23 +577,12 @@ class TreeEngine:
         return (list(scored.logprobs), list(scored.entropies or ())) if return_entropy else list(scored.logprobs)
 
     def _check_live(self, what: str) -> None:
-        """Raise UnsupportedModel if gradients through autograd would lack something that only a step of the engine
-        adds."""
+        """Raise UnsupportedModel if gradients through autograd would lack what only a step of the engine adds."""
         if not self.prepared.live:
             return
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if self.balanced:
-            why = (
-                "lack the gradient of the routers' auxiliary loss, which the model's configuration asks for "
-                f"(output_router_logits=True, router_aux_loss_coef={self.prepared.capabilities.auxiliary:g})"
-            )
-        elif self.sharing.collective:
-            why = "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
-        elif several and self.sharing.has_own_rows:
-            why = (
-                f"not be synchronised over the {dist.get_world_size()} processes, not by DistributedDataParallel either"
-            )
-        else:
+        added = [layers.loss_name for layers in self.prepared.capabilities.special if layers.auxiliary]
+        why = f"lack the gradient of {' and '.join(added)}" if added else self.sharing.why_not_live()
+        if why is None:
             return
         raise UnsupportedModel(
             f"{what} with gradients is refused: they would {why}. Use scored = TreeEngine(model).score(rows), "
@@ -724,8 +591,4 @@ class TreeEngine:
         )
 
     def _compare_first_use(self, tree: TokenTree) -> None:
-        """Compare the model, in a state of classes, forwards and hooks that is new, with its rows one by one."""
-        if self.check and tree.num_tokens:
-            from treetrain.check.first_use import compare_first_use
-
-            compare_first_use(self, tree)
+        """Called before the passes of a call; may compare the model with its rows one by one."""

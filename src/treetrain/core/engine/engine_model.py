@@ -6,14 +6,13 @@ too, nor need it be compared with its rows one by one (`extensions/first_use.py`
 buffers (`ScoredModel`), since parts that run again in its backward must compute what they computed before.
 """
 
-import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int64
@@ -21,15 +20,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from treetrain.core.attention.attention import STOCK, Backends
 from treetrain.core.engine.extension import Extension, Reduces
 from treetrain.core.engine.loss_gradients import ScoreTable
 from treetrain.core.engine.memory import Rollback, Try, free_bytes, tries
-from treetrain.core.engine.ranks import Sharing
+from treetrain.core.engine.parameter_hooks import HooksOnce
+from treetrain.core.engine.ranks import Ranks
 from treetrain.core.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks
 from treetrain.core.errors import UnsupportedModel
-from treetrain.core.head import lm_head
-from treetrain.core.hf.capability import Capabilities, check_model, model_device
+from treetrain.core.head.lm_head import PLAIN, HeadKernels
+from treetrain.core.hf.capability import Capabilities, Finder, check_model, model_device
 from treetrain.core.hf.frozen_layers import frozen_layers
+from treetrain.core.losses.protocol import Loss
 from treetrain.core.planning.cost import Beside, CostModel, ModelCounts
 from treetrain.core.planning.devices import MEMORY_MARGIN
 from treetrain.core.planning.make import PART_TOKENS, Bytes, make_plan
@@ -37,9 +39,7 @@ from treetrain.core.planning.partition import partition
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout
 from treetrain.core.tree.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from treetrain.layers.experts.experts import RouterBalance
+from treetrain.core.tree.trajectory import Trajectory
 
 LAST_RESORT_TOKENS = 256
 """The token budget that is tried if no plan is predicted to fit into free memory."""
@@ -377,6 +377,161 @@ def _same(then: object, now: object) -> bool:
     return not isinstance(then, Tensor) and not isinstance(now, Tensor) and then == now
 
 
+# ---- what stands beside the core
+
+
+class Sharing:
+    """Says how processes share the steps of an engine. In this class one process has everything to itself.
+
+    `parallel/sharing.py` has processes that share steps, hold the same rows, or each hold a part of the weights.
+    """
+
+    ranks = Ranks()
+    """The processes whose rows make up a step."""
+    same_rows = Ranks()
+    """The processes among `ranks` that hold the same rows and run the same plan (context or tensor parallel)."""
+    passes_with = Ranks()
+    """The processes that run every pass together with this one: they wait for one another in it."""
+    collective = False
+    """Whether passes are collective calls, in an order that all ranks share: each holds a shard of the weights."""
+    divides_parts = 1
+    """The number of processes that divide the tokens of every part; their budgets add up."""
+
+    processes_on_host = 1
+    """The number of processes that share the memory of this host."""
+    may_compile = True
+    """Whether layers may run compiled: not where they communicate by hooks."""
+
+    def check_model(self, capabilities: Capabilities) -> None:
+        """Raise UnsupportedModel for a model that these processes cannot divide."""
+
+    def extensions(self, capabilities: Capabilities) -> tuple[list[Extension], list[Extension]]:
+        """The extensions of sharing, for a call: those around all others, and those within all others."""
+        return [], []
+
+    def agree_on_plan(self, ranks: Ranks, layout: PackedLayout, free: int | None) -> int | None:
+        """Return the bytes that a plan of this layout may use, from those that this process has free (None: unknown).
+
+        Processes that run the same plan must have the same layout, and get the same bytes. A collective call of these
+        ranks within `Ranks.together`.
+
+        Raises:
+            RanksDisagree: on all of these ranks; some that run the same plan have other layouts.
+        """
+        return free
+
+    def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise UnsupportedModel if hooks would see a rank's own gradients, before these are averaged."""
+
+    def shards(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters whose gradients come into ``.grad`` from a reduction over processes, not from autograd."""
+        return []
+
+    def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of weights that several ranks hold as a whole, over these ranks."""
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait to be reduced over processes, outside of ``.grad``."""
+        return False
+
+    def drop_unreduced(self) -> None:
+        """Drop gradients that are not reduced yet: the next reduction would add them to another step."""
+
+    def why_not_live(self) -> str | None:
+        """What gradients through autograd would do wrong, after "they would"; None if nothing."""
+        return None
+
+    def rows_of_all_ranks(
+        self, model: "EngineModel", kind: str, rows: list[Trajectory], loss: Loss, normaliser: float | None
+    ) -> tuple[list[Trajectory] | None, float]:
+        """Compare the ranks' settings, and exchange what they must know of one another's rows.
+
+        Args:
+            kind: the class of the engine.
+
+        Returns:
+            the rows of all ranks if the loss must see them, else None; the sum of the ranks' loss weights, 0 if it is
+            not needed.
+        """
+        return rows, 0.0
+
+    def plan_together(
+        self, model: "EngineModel", tree: TokenTree, plan: Plan, *, weighted: bool, apart: bool
+    ) -> tuple[TokenTree, Plan, Reduces]:
+        """Choose this rank's tree and plan, and say which of its backwards reduce gradients; a collective call.
+
+        Args:
+            tree, plan: this rank's own.
+            weighted: whether only predictions with a loss weight are computed.
+            apart: whether plans that share nothing may be chosen.
+        """
+        return tree, plan, "each"
+
+
+TRANSIENT = (MemoryError, torch.OutOfMemoryError, OSError)
+"""Errors of a moment, after which a model may be counted again."""
+
+
+class StepBalance(Protocol):
+    """What a loss over all tokens of a step must know of the tokens in other calls."""
+
+    def compared(self) -> object:
+        """The part that all ranks must agree on."""
+        ...
+
+
+class Feature:
+    """Something that some models, rows or devices have and a dense model in one process lacks. Here, nothing.
+
+    An engine has its own objects of these, and asks each of them in every call.
+    """
+
+    takes: frozenset[str] = frozenset()
+    """The fields of a tree, such as "images", that only this feature knows what to do with."""
+    within_sharing = False
+    """Whether its extension runs within those of several processes."""
+
+    def check_rows(self, model: "EngineModel", tree: TokenTree) -> None:
+        """Check the rows of a call, and note in ``model.beside`` what they need besides the parts.
+
+        Raises:
+            DataError: rows that the model cannot read.
+            UnsupportedModel: a model or a setting that would not be exact with them.
+        """
+
+    def before_plan(self, model: "EngineModel", passes_type: type) -> None:
+        """A call is about to be planned."""
+
+    def counts(self, model: "EngineModel", counts: ModelCounts) -> ModelCounts:
+        """The counts of a model under this feature."""
+        return counts
+
+    def extension(
+        self, model: "EngineModel", tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+    ) -> Extension | None:
+        """The extension of a try; None if there is nothing to do.
+
+        Args:
+            balanced: whether special layers add a loss over all tokens of a step, times `scale`.
+            balance: of the whole step, if the call is a part of it.
+        """
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registry:
+    """Everything outside the core that an engine uses. An empty one runs dense models, planned in tokens."""
+
+    finders: Sequence[Finder] = ()
+    features: Sequence[Feature] = ()
+    """Their extensions are nested in this order, the first outermost."""
+    cost_of: Callable[[nn.Module], CostModel] | None = None
+    """Counts what a model costs; raises UnsupportedModel for one that cannot be counted."""
+    attention: Backends = STOCK
+    head: HeadKernels = PLAIN
+
+
 # ---- the model
 
 
@@ -386,7 +541,6 @@ class EngineModel:
     Args:
         budget: tokens whose graph may be alive at once, bytes of peak memory, or None for what is free.
         temperature: divides the logits before the softmax.
-        compile_layers: whether decoder layers run compiled; None: on a GPU, if they can.
 
     Raises:
         UnsupportedModel: the model or its value head would not be exact on a tree.
@@ -400,17 +554,10 @@ class EngineModel:
         budget: int | Bytes | None,
         temperature: float,
         sharing: Sharing,
-        compile_layers: bool | None = None,
+        registry: Registry,
     ):
-        self.model, self.value_head, self.sharing = model, value_head, sharing
+        self.model, self.value_head, self.sharing, self.registry = model, value_head, sharing, registry
         self.budget, self.temperature = budget, temperature
-        self._compile_layers = compile_layers
-        self.compiles: bool
-        """Whether decoder layers run compiled."""
-        self._compiled: dict[nn.Module, Callable[..., object]] = {}
-        """See `compiled_layers`."""
-        self._saved: dict[tuple[object, ...], float] = {}
-        """The bytes per token that compiled layers, and what is around them, were measured to save for backward."""
         self.state = ModelState({}, {}, {}, {}, {}, [])
         """Its settings in the latest call."""
         self._latest = Snapshot(()), self.state
@@ -436,15 +583,13 @@ class EngineModel:
         much memory is free."""
         now = self.read()
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
-            self._all = check_model(self.model, critics=True, value_head=self.value_head)
+            self._all = check_model(self.model, critics=True, value_head=self.value_head, finders=self.registry.finders)
             self._cost, self._frozen_layers = (None, None), None
             modules = self.model.modules()
             self.undrawn = [m for m in modules if {*vars(m).get("module_dropout", {0: 1}).values()} == {0.0}]
         self.state = now
         self.device = model_device(self.model)
         self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
-        default = self.device.type == "cuda" and self.sharing.may_compile
-        self.compiles = default if self._compile_layers is None else self._compile_layers
         self.free = None if isinstance(self.budget, Bytes) else self.free_bytes()
         self.beside = None
         return self._all
@@ -495,41 +640,37 @@ class EngineModel:
         """The cost model of the model, counted without running it; None if it cannot be counted."""
         autocast = torch.is_autocast_enabled(self.device.type)
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
-        key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
+        key = self.device, dtype, self.registry.head.setting  # `check` sees everything else
         if self._cost[0] != key:
-            from treetrain.models.costs import TRANSIENT, cost_of  # once for a model
-
             try:
-                self._cost = key, cost_of(self.model)
+                self._cost = key, self.count()
             except UnsupportedModel:
                 self._cost = key, None
             except TRANSIENT:
                 return None  # the next call counts again
         return self._cost[1]
 
+    def count(self) -> CostModel:
+        """The cost model of the model, counted now.
+
+        Raises:
+            UnsupportedModel: the model cannot be counted.
+        """
+        if self.registry.cost_of is None:
+            raise UnsupportedModel("nothing here counts what a model costs: give the budget in tokens")
+        return self.registry.cost_of(self.model)
+
+    def counts(self, counts: ModelCounts) -> ModelCounts:
+        """Counts of the plain model as they are under the features."""
+        for feature in self.registry.features:
+            counts = feature.counts(self, counts)
+        return counts
+
     @property
     def cost(self) -> CostModel | None:
         """The cost model of the current call; None if it cannot be counted."""
         cost = None if isinstance(self.beside, UnsupportedModel) else self.counted
-        return None if cost is None else replace(cost, counts=self.measured(cost.counts), beside=self.beside)
-
-    def measured(self, counts: ModelCounts) -> ModelCounts:
-        """Counts of this model with the bytes that compiled layers were measured to save, if they have been."""
-        saved = self._saved.get(self._place(counts)) if self.compiles else None
-        return counts if saved is None else counts.saving(saved)
-
-    def set_measured(self, counts: ModelCounts, saved_token: float) -> None:
-        """Note the bytes per token that compiled layers, and what is around them, save for backward."""
-        self._saved[self._place(counts)] = saved_token
-
-    def _place(self, counts: ModelCounts) -> tuple[object, ...]:
-        """The key of the measured bytes: the device, and by its counts the model, its dtype and checkpointing."""
-        return self.device, counts.dtype_bytes, counts.saved_token, counts.saved_layers, counts.saved_pass
-
-    @property
-    def can_warm_up(self) -> bool:
-        """Whether layers run compiled and a short row can stand for any; a loss of the routers is over all rows."""
-        return self.compiles and self.capabilities.scores_tokens and not self.capabilities.auxiliary
+        return None if cost is None else replace(cost, counts=self.counts(cost.counts), beside=self.beside)
 
     def plan(self, layout: PackedLayout, budget: int | Bytes | None) -> Plan:
         """The fastest plan within a budget: tokens, bytes, or None for what the device has free.
@@ -541,9 +682,7 @@ class EngineModel:
         if isinstance(budget, Bytes):
             if isinstance(self.beside, UnsupportedModel):
                 raise self.beside
-            from treetrain.models.costs import cost_of
-
-            cost = self.cost or cost_of(self.model)
+            cost = self.cost or self.count()
             cost.check_beside(budget)
             return make_plan(layout, cost, budget=budget)
         cost = self.cost
@@ -643,46 +782,22 @@ class EngineModel:
         tree: TokenTree,
         *,
         balanced: bool,
-        whole: "RouterBalance | None" = None,
+        balance: StepBalance | None = None,
         scale: float = 1.0,
         reduces: Reduces = "each",
     ) -> list[Extension]:
         """The extensions of a try, outermost first; none for a dense model in one process.
 
         Args:
-            balanced: whether the routers' auxiliary loss is added, with this balance of the whole step and this scale.
+            balanced, balance, scale: see `Feature.extension`.
             reduces: which backwards reduce gradients over processes.
         """
-        capabilities, model = self.capabilities, self.model
-        extensions, innermost = self.sharing.extensions(capabilities)
-        if capabilities.experts is not None:
-            from treetrain.layers.experts.experts import Experts, has_work
-
-            if has_work(capabilities.experts, tree, balanced=balanced):
-                extensions.append(
-                    Experts(
-                        model,
-                        capabilities.experts,
-                        tree,
-                        self.device,
-                        balanced=balanced,
-                        whole=whole,
-                        scale=scale,
-                    )
-                )
-        if capabilities.recurrent_layers:
-            from treetrain.layers.recurrence.recurrence import Recurrence
-
-            extensions.append(Recurrence(model, self.may_need_gradients))
-        if self.compiles:  # last of those that change the model's modules
-            from treetrain.kernels.compiled import CompiledLayers
-
-            extensions.append(CompiledLayers(model, self._compiled))
-        extensions += innermost
-        if tree.images is not None:  # last, since the gradients that it adds are reduced and hooked by those around it
-            from treetrain.layers.images.images import Images
-
-            extensions.append(Images(model, tree))
+        extensions, inner = self.sharing.extensions(self.capabilities)
+        for feature in self.registry.features:
+            made = feature.extension(self, tree, balanced=balanced, scale=scale, balance=balance)
+            if made is not None:
+                (inner if feature.within_sharing else extensions).append(made)
+        extensions += inner
         for extension in extensions:
             extension.reduces = reduces
         self.attach_hooks(extensions)
@@ -690,9 +805,7 @@ class EngineModel:
 
     def attach_hooks(self, extensions: list[Extension]) -> None:
         """Run the hooks that parameters have now once in a run. Some may be set between score and backward."""
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
-            from treetrain.core.engine.parameter_hooks import HooksOnce
-
-            if not any(isinstance(extension, HooksOnce) for extension in extensions):
-                place = sum(not extension.within_hooks for extension in extensions)
-                extensions.insert(place, HooksOnce(self.parameters, self.sharing.shards(self.parameters)))
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
+        if hooked and not any(isinstance(extension, HooksOnce) for extension in extensions):
+            place = sum(not extension.within_hooks for extension in extensions)
+            extensions.insert(place, HooksOnce(self.parameters, self.sharing.shards(self.parameters)))

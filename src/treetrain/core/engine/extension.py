@@ -1,8 +1,8 @@
 """The protocol by which optional features take part in the passes of a call.
 
-A dense model in one process runs without extensions. The engine attaches one to a call when the model has something
-special (experts, recurrent layers), or when several processes share the work. Extensions stand in
-``engine/extensions/``, one file each. What runs the passes knows this protocol alone.
+A dense model in one process runs without extensions. A feature (`engine_model.Feature`) attaches one to a call when the
+model or its rows have something special, and so do several processes that share the work. Extensions stand outside the
+core, and what runs the passes knows this protocol alone.
 
 The life of an extension, which belongs to one call, or to one try where memory runs out:
 
@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from treetrain.core.engine.executor import Part
-from treetrain.core.engine.facts import Metrics
 from treetrain.core.head.lm_head import ScoreRequest, Scores
 from treetrain.core.hf.tree_mode import AttentionBackend
+from treetrain.core.losses.facts import Metrics
 from treetrain.core.planning.plan import Plan
 
 Reduces = Literal["each", "last", "never"]

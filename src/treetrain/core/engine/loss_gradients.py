@@ -21,11 +21,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from treetrain.core.device_arrays import on_device
-from treetrain.core.engine.facts import Facts, Metrics, add_metrics, describe, split_by_trajectory
 from treetrain.core.errors import DataError
 from treetrain.core.head.lm_head import Scores, Statistics
 from treetrain.core.hf.capability import Capabilities
-from treetrain.core.losses import Loss
+from treetrain.core.losses.facts import Facts, Metrics, add_metrics, describe, split_by_trajectory
+from treetrain.core.losses.protocol import Loss
 from treetrain.core.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.core.tree.trajectory import Trajectory

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
 from torch import nn
 
 from treetrain.core.engine.executor import PassCounts
-from treetrain.core.engine.ranks import Sharing
 from treetrain.core.planning.devices import USABLE
 from treetrain.core.planning.plan import Plan
 
@@ -95,6 +95,14 @@ def callers_level() -> int:
     return level
 
 
+class Reductions(Protocol):
+    """Gradients that processes reduce; see `Sharing`."""
+
+    @property
+    def has_unreduced(self) -> bool: ...
+    def drop_unreduced(self) -> None: ...
+
+
 class Rollback(AbstractContextManager["Rollback"]):
     """Undoes the gradients of a step that fails within the block, or notes on the error that it cannot.
 
@@ -103,7 +111,7 @@ class Rollback(AbstractContextManager["Rollback"]):
         sharing: knows of gradients that wait to be reduced over processes, outside of ``.grad``.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing):
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Reductions):
         self._parameters, self._sharing = parameters, sharing
         self.obstacle: str | None = None
         """Why gradients cannot be restored, if they cannot."""

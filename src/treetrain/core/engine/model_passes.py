@@ -98,6 +98,7 @@ class ModelPasses:
             buffers=self._buffers,
             need_statistics=table is not None and table.statistics is not None,
             keep_logits=self._keep_logits,
+            kernels=self._model.registry.head,
         )
         scores = self.run(part, request, score=table is not None)
         if table is not None:
@@ -124,7 +125,9 @@ class ModelPasses:
         graph = torch.is_grad_enabled()
         part = Part(Piece(layout, none, none), np.zeros(1, np.int64), -1, None, graph)
         zeros = torch.zeros(layout.num_edges, device=self.device) if graph else None
-        request = ScoreRequest(temperature=self._model.temperature, coefficients=zeros)
+        request = ScoreRequest(
+            temperature=self._model.temperature, coefficients=zeros, kernels=self._model.registry.head
+        )
         return self.run(part, request, idle=True)
 
     def backward(self, part: Part, output: Scores) -> None:
@@ -154,7 +157,7 @@ class ModelPasses:
     def run(self, part: Part, request: ScoreRequest, *, score: bool = True, idle: bool = False) -> Scores:
         """Run one forward; `idle` if it only accompanies those of other processes."""
         model, capabilities = self._model.model, self._model.capabilities
-        attention = AttentionTree(Forest.of(part.piece.layout), part.cache)
+        attention = AttentionTree(Forest.of(part.piece.layout), part.cache, self._model.registry.attention)
         arrays = layout_arrays(part.piece.layout, score=score)
         model_pass = ModelPass(part, arrays, attention, request, scores=score, idle=idle)
         for extension in self._extensions:

@@ -27,7 +27,6 @@ from treetrain.core.engine.deferred import Deferral, gradients_aside
 from treetrain.core.engine.engine_model import EngineModel, ScoredModel
 from treetrain.core.engine.executor import Executor
 from treetrain.core.engine.extension import Extension, LossExtension, Reduces
-from treetrain.core.engine.facts import Metrics
 from treetrain.core.engine.loss_gradients import (
     Batch,
     KnownGradients,
@@ -41,7 +40,8 @@ from treetrain.core.engine.model_passes import ModelPasses
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.head.lm_head import Scores
 from treetrain.core.hf.tree_mode import instance_of
-from treetrain.core.losses import Loss
+from treetrain.core.losses.facts import Metrics
+from treetrain.core.losses.protocol import Loss
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.core.tree.trajectory import Trajectory

@@ -5,11 +5,13 @@ to compare them with copies takes two. So an engine looks at its model in every 
 changed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, eq, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _of_all_modules
 
@@ -21,6 +23,8 @@ _COMPARED = "training", "_parameters", "_modules", *HOOK_FIELDS
 
 _EMPTY: dict[str, object] = {}
 _CONTAINERS = list, tuple, set, type(_EMPTY.values())
+_COPIED = 1 << 20
+"""Buffers of up to this many elements are copied."""
 _DEPTH = 8
 """Containers within containers that are looked into; some hold themselves."""
 
@@ -136,3 +140,19 @@ def _copied(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return type(value)
     return set(value) if isinstance(value, set) else value
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers after the block."""
+    places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
+    kept = [(x, x.clone()) for _, _, x in places if x is not None and x.numel() <= _COPIED]
+    try:
+        yield
+    finally:
+        for holder, name, x in places:
+            holder[name] = x
+        with torch.no_grad():
+            for x, values in kept:
+                if not torch.equal(x, values):
+                    x.copy_(values)

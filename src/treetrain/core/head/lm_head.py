@@ -6,15 +6,12 @@ beforehand, so the head's gradients are made together with its log-probabilities
 Otherwise the logits of a chunk are computed again in backward, or kept until then if there is memory for them. Logits
 are scaled or capped as the model does it (`LogitMap`), then divided by the temperature.
 
-On a GPU Triton kernels compute the softmax of a chunk. They keep the dtype of the matrix product (16 bits for a 16-bit
-model), read the logits once for log-sum-exps and entropies, and once more to overwrite them with the gradient. PyTorch
-computes it on a CPU, with ``TREETRAIN_HEAD=torch``, and for heads that the kernels do not support. It widens the
-logits, and every operation reads and writes all of them.
+PyTorch computes the softmax of a chunk: it widens the logits, and every operation reads and writes all of them. On a
+GPU kernels may do so in one pass (`HeadKernels`).
 
 Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D hidden size, V vocabulary.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,16 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from treetrain.core.attention.attention import why_not
-from treetrain.core.device_arrays import CHECKED, on_device
+from treetrain.core.device_arrays import on_device
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import IDENTITY, Capabilities, LogitMap
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.planning.cost import head_chunk_rows
-
-ENVIRONMENT = "TREETRAIN_HEAD"
-KERNELS = ("torch", "triton")
-"""The values of the environment variable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,6 +220,8 @@ class ScoreRequest:
     """Whether to compute `Statistics` too; cannot be combined with `coefficients`."""
     keep_logits: bool = False
     """Whether a fused head keeps its logits until backward instead of computing them again."""
+    kernels: "HeadKernels" = field(default_factory=lambda: PLAIN)
+    """How a fused head computes its chunks."""
     vocabulary: "VocabularyShare | None" = None
     """This process's share of the vocabulary, where several divide the head; None if it has all of it."""
 
@@ -477,39 +471,6 @@ class PlainChunk:
         return self._scaling.logit_map.pull_back_(grad.div_(self._scaling.temperature), self._slope)
 
 
-class TritonChunk(PlainChunk):
-    """`PlainChunk` by Triton kernels, for 16-bit and float32 logits of a head without bias or cap."""
-
-    def __init__(self, logits: Float[Tensor, "r V"], scaling: Scaling, *, entropy: bool, backward: bool):
-        from treetrain.kernels import lm_head_kernels  # imports Triton, which may not be installed
-
-        assert scaling.logit_map.cap is None
-        self._kernels, self._factor, self._entropy = lm_head_kernels, scaling.factor, entropy
-        self._logits = logits
-        self._entropies: Tensor | None = None
-
-    def log_sum_exp(self) -> Float[Tensor, " r"]:
-        self._lse, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
-        return self._lse
-
-    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
-        return self._logits[edges].float().mul_(self._factor)
-
-    def moments(self) -> "Moments":
-        return Moments.of(self._logits.float() * self._factor)
-
-    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
-        assert self._entropies is not None, "entropies are found with the log-sum-exps"
-        beyond = lse - self._lse  # 0, or the logits of other shares of the vocabulary
-        return (-beyond).exp() * (self._entropies + beyond)
-
-    def gradient(
-        self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, gradients: ChunkGradients
-    ) -> Float[Tensor, "r V"]:
-        self._kernels.to_gradient_(self._logits, self._factor, lse, edges, *gradients)
-        return self._logits
-
-
 class Moments(NamedTuple):
     """Moments of the rows' scaled logits, from which `Statistics` are made."""
 
@@ -528,73 +489,34 @@ class Moments(NamedTuple):
         return Statistics(self.token[edges.row] == edges.target, self.total / vocab_size, self.squares - 2 * lse)
 
 
-def chunk_type(dtype: torch.dtype, device: torch.device, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
-    """The softmax class for logits of a dtype on a device: Triton's on a GPU unless the environment variable says
-    otherwise; PyTorch's where the kernels do not support the case.
+class HeadKernels:
+    """How a fused head computes its chunks: here by PyTorch alone. `kernels/lm_head.py` has those of GPUs."""
 
-    Raises:
-        ValueError: an unknown name, or kernels that are named and cannot run here.
-    """
-    named = os.environ.get(ENVIRONMENT, "")
-    if named not in ("", *KERNELS):
-        raise ValueError(f"{ENVIRONMENT}={named}: no kernels have that name; there are {', '.join(KERNELS)}")
-    hindrance = why_not("triton", device)
-    if named == "triton" and hindrance is not None:
-        raise ValueError(f"{ENVIRONMENT}={named} cannot run here: Triton kernels: {hindrance}; unset it, or name torch")
-    if hindrance is not None or named == "torch" or (not named and device.type != "cuda"):
+    @property
+    def setting(self) -> str | None:
+        """What the user has chosen, where there is a choice."""
+        return None
+
+    def chunk_type(
+        self, dtype: torch.dtype, device: torch.device, bias: Tensor | None, scaling: Scaling
+    ) -> type[PlainChunk]:
+        """The class that computes the softmax of a chunk, for logits of a dtype on a device."""
         return PlainChunk
-    suits = dtype in (torch.bfloat16, torch.float16, torch.float32) and scaling.factor > 0
-    return TritonChunk if suits and bias is None and scaling.logit_map.cap is None else PlainChunk
+
+    def logit_bytes(self, dtype: torch.dtype, device: torch.device, bias: Tensor | None, scaling: Scaling) -> int:
+        """The bytes that one logit takes while it is scored."""
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        return 2 * wide + (dtype.itemsize if dtype.itemsize < wide else 0)
+
+    def add_product(self, total: Float[Tensor, "V D"], left: Float[Tensor, "V r"], right: Float[Tensor, "r D"]) -> None:
+        """total += left @ right, in place."""
+        if left.dtype == total.dtype:
+            total.addmm_(left, right)
+        else:  # the product of a chunk is rounded
+            total.add_(left @ right)
 
 
-def self_checked(chosen: type[PlainChunk], dtype: torch.dtype, device: torch.device) -> type[PlainChunk]:
-    """The chosen class; PyTorch's if Triton's kernels are wrong on this GPU, which is checked before their first use.
-
-    Raises:
-        RuntimeError: the environment variable names kernels that are wrong here.
-    """
-    if chosen is not TritonChunk or device.type not in CHECKED:
-        return chosen
-    from treetrain.kernels.checks import Run, failure_of
-
-    def runs() -> Iterator[Run]:
-        for name, logits in _logits_of_check().items():
-            yield partial(_errors_of_kernels, name, logits.to(device, dtype))
-
-    failure = failure_of("the LM head's Triton kernel", (str(device),), dtype, runs)
-    if failure is not None and os.environ.get(ENVIRONMENT) == "triton":
-        raise RuntimeError(f"{ENVIRONMENT}=triton: the kernel {failure}; unset it, or name torch")
-    return TritonChunk if failure is None else PlainChunk
-
-
-def _logits_of_check() -> dict[str, Float[Tensor, "5 V"]]:
-    """Gaussian logits, and those that real models have: far from 0, with one token above all others, all equal."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(5, 5000, generator=generator)
-    sure = logits.clone()
-    sure[1:4:2, 36] = 80.0  # not in all rows: beside an entropy of 1e-30 any rounding is large
-    return {"": logits, "large logits": logits + 300, "sure rows": sure, "equal logits": torch.zeros_like(logits)}
-
-
-def _errors_of_kernels(case: str, logits: Float[Tensor, "5 V"]) -> dict[str, float]:
-    """Relative errors of `TritonChunk` on a few rows, against `PlainChunk` in float64."""
-    from treetrain.kernels.checks import relative_error
-
-    generator, device = torch.Generator().manual_seed(1), logits.device
-    by_edge, by_entropy = (torch.randn(n, generator=generator).to(device) for n in (7, 5))
-    edges = EdgesOfChunk(*torch.tensor([[0, 1, 1, 1, 3, 4, 4], [5, 0, 36, 4999, 36, 2, 2]], device=device))
-    results = []
-    for kind, given in ((TritonChunk, logits.clone()), (PlainChunk, logits.double())):
-        chunk = kind(given, Scaling(LogitMap(), 0.7), entropy=True, backward=True)
-        lse = chunk.log_sum_exp()
-        at = chunk.at(edges)
-        entropies = chunk.entropies(lse)
-        by_row = by_edge.new_zeros(5).index_add_(0, edges.row, by_edge)
-        gradients = ChunkGradients(*(x.to(lse.dtype) for x in (by_edge, by_row, entropies, by_entropy)))
-        results.append((lse, at, entropies, chunk.gradient(lse, edges, gradients)))
-    names = ("log-sum-exps", "scores", "entropies", "the gradient of logits")
-    end = f" ({case})" if case else ""
-    return {f"{name}{end}": relative_error(*pair) for name, pair in zip(names, zip(*results))}
+PLAIN = HeadKernels()
 
 
 # ---- a plain linear head, chunk by chunk
@@ -648,8 +570,7 @@ class _LinearHead:
         wide = torch.promote_types(compute, torch.float32)
         self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
         self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
-        kind = chunk_type(compute, rows.device, bias, settings.scaling)
-        self._type = kind if kind is PlainChunk else self_checked(kind, compute, rows.device)
+        self._type = settings.request.kernels.chunk_type(compute, rows.device, bias, settings.scaling)
         vocabulary = settings.request.vocabulary  # ranks exchange numbers at every chunk: all have the same chunks
         self.vocab_size = len(weight) if vocabulary is None else vocabulary.width
         self._buffered = buffers is not None
@@ -688,7 +609,7 @@ class _LinearHead:
             torch.matmul(narrow, self._weight, out=self._by_rows[chunk.rows])
         if self._by_weight is not None:
             x = self._rows[chunk.rows].to(narrow.dtype)
-            _add_product(self._by_weight, narrow.t(), x)
+            self._settings.request.kernels.add_product(self._by_weight, narrow.t(), x)
         if self._by_bias is not None:
             self._by_bias += grad_logits.sum(0)
 
@@ -699,49 +620,6 @@ class _LinearHead:
             self._settings.request.vocabulary.sum(self._by_rows)
         found = zip((self._by_rows, by_weight, self._by_bias), self._given)
         return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in found)
-
-
-def _add_product(total: Float[Tensor, "V D"], left: Float[Tensor, "V r"], right: Float[Tensor, "r D"]) -> None:
-    """total += left @ right, without rounding a 16-bit product before it is added to a float32 total on a GPU."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif total.device.type == "cuda" and _adds_unrounded(left.dtype, total.dtype, total.device):
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # the product of a chunk is rounded; a CPU has nothing else
-        total.add_(left @ right)
-
-
-def _adds_unrounded(dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> bool:
-    """Whether PyTorch adds a product of 16-bit factors to a wider total, in place, without rounding it."""
-    if device.type not in CHECKED:
-        return True
-    from treetrain.kernels.checks import failure_of
-
-    def errors() -> dict[str, float]:
-        return _errors_of_addmm(dtype, wide, device)
-
-    # In the limit of the total's dtype, which a rounded product misses.
-    failure = failure_of(
-        "addmm with out_dtype, of the LM head,", (str(device), f"factors {dtype}"), wide, lambda: [errors]
-    )
-    return failure is None
-
-
-def _errors_of_addmm(dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> dict[str, float]:
-    """The relative errors of a total after two additions, laid out as `_LinearHead` has them."""
-    from treetrain.kernels.checks import relative_error
-
-    generator, found = torch.Generator().manual_seed(0), {}
-    for name, factor in (("", 1.0), (" of large gradients", 1000.0)):
-        total = torch.zeros(1003, 64, dtype=wide, device=device)
-        expected = total.double()
-        for count in (37, 200):
-            left = (factor * torch.randn(count, 1003, generator=generator)).to(device, dtype)
-            right = torch.randn(count, 64, generator=generator).to(device, dtype)
-            torch.addmm(total, left.t(), right, out_dtype=wide, out=total)
-            expected += left.double().t() @ right.double()
-        found[f"the sum{name}"] = relative_error(total, expected)
-    return found
 
 
 class _LinearScores(torch.autograd.Function):

@@ -7,9 +7,9 @@ after the head. The first call catches these before any gradient exists: see ``c
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,13 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treetrain.core.errors import UnsupportedModel
-from treetrain.layers.experts.routers import MixtureOfExperts, check_experts
-from treetrain.layers.recurrence.recurrent_layers import check_recurrence
-
-M = TypeVar("M", bound=PreTrainedModel)
 
 # ---- heads
 
@@ -184,7 +180,7 @@ def users_head(head: nn.Module) -> ScalarHead:
     return ScalarHead(module=head, is_models_own=False, labels=None)
 
 
-def _vocabulary(lm: nn.Module, config: PreTrainedConfig) -> int:
+def vocabulary_of(lm: nn.Module, config: PreTrainedConfig) -> int:
     """Tokens that the model can embed: the configuration may name more."""
     embedded = getattr(lm.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
     return min(config.vocab_size, embedded or config.vocab_size)
@@ -224,6 +220,25 @@ _NOISES = {
 """Fields of modules that draw random numbers in training mode, which generator states do not always reveal."""
 
 
+class SpecialLayers:
+    """Layers that a dense model lacks. Rooms outside the core have subclasses."""
+
+    auxiliary: float = 0.0
+    """The coefficient of a loss that they add, over all tokens of a step; 0 if they add none."""
+    loss_name: str = ""
+    """The loss in words, with the settings that ask for it."""
+
+    @property
+    def heads(self) -> dict[int, str]:
+        """The units by which ranks can divide such a layer: their name, by how many of them it has."""
+        return {}
+
+
+Finder = Callable[[nn.Module, PreTrainedConfig], SpecialLayers | None]
+"""Finds special layers in a model, plain or wrapped, with this text configuration; None if it has none. Raises
+UnsupportedModel for what would not be exact on a tree."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """The properties of a supported model that the engine needs."""
@@ -240,16 +255,17 @@ class Capabilities:
     """The map that the model applies to its logits after the head."""
     rotary_positions: int | None = None
     """Longest row whose rotary frequencies do not depend on the length of the call; None for any length."""
-    experts: MixtureOfExperts | None = None
-    """The model's experts; None in a model without any."""
-    auxiliary: float = 0.0
-    """The coefficient of the routers' auxiliary loss over all tokens of a step; 0 if there is none."""
-    recurrent_layers: int = 0
-    """Number of layers that mix tokens by a recurrence instead of attention."""
+    special: tuple[SpecialLayers, ...] = ()
+    """The layers that a dense model lacks."""
     scores_tokens: bool = True
     """Whether the head makes log-probabilities and the call wants them."""
     scalar: ScalarHead | None = None
     """The head that makes values; None if there is none or the call does not want values."""
+
+    @property
+    def auxiliary(self) -> float:
+        """The coefficient of a loss that the model adds, over all tokens of a step; 0 if there is none."""
+        return sum(layers.auxiliary for layers in self.special)
 
     def asked(self, *, logprobs: bool, values: bool) -> "Capabilities":
         """The capabilities for a call that wants log-probabilities, values or both.
@@ -296,27 +312,24 @@ def is_checkpointed(model: nn.Module) -> bool:
     return model.training and bool(getattr(lm, name, False))
 
 
-def loaded(model: object) -> nn.Module:
-    """The model; raises TypeError for a name, a configuration, or anything else that is no module."""
-    if isinstance(model, nn.Module):
-        return model
-    given = f"the name {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
-    raise TypeError(
-        f"model is {given}; give a loaded model: tt.load_model(name), or AutoModelForCausalLM.from_pretrained(name)"
-    )
-
-
-def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Module | None = None) -> Capabilities:
+def check_model(
+    model: nn.Module,
+    *,
+    critics: bool = False,
+    value_head: nn.Module | None = None,
+    finders: Sequence[Finder] = (),
+) -> Capabilities:
     """Refuse a model that would not be exact on a tree; describe one that is.
 
     Args:
         critics: accept models for token or sequence classification, whose head returns values.
         value_head: a user's head, applied to the hidden states that a causal LM passes to its head.
+        finders: find the layers that a dense model lacks. Without them such layers pass unseen here, and the model's
+            first pass finds that they did not go through tree attention.
 
     Raises:
         UnsupportedModel: the message names the layer or setting, its value, and the accepted ones.
     """
-    _check_compiled(model)
     lm = causal_lm(model)
     config = getattr(lm, "config", None)
     if config is None or not hasattr(lm, "get_output_embeddings"):
@@ -324,16 +337,9 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
             f"{type(lm).__name__} is not a Hugging Face model with a language-model head (no config or no "
             "get_output_embeddings); pass an AutoModelForCausalLM."
         )
-    text = _text_config(config)
+    text = text_config_of(config)
     _check_class(lm, text)
-    if drops_softcap(lm):
-        raise UnsupportedModel(
-            f"{type(lm).__name__} asks for attn_logit_softcapping={text.attn_logit_softcapping}, but its own attention "
-            f"({text._attn_implementation}) has no soft-cap, so its rows by themselves are another computation than "
-            'its configuration says: call model.set_attn_implementation("eager"), or load it with '
-            'attn_implementation="eager".'
-        )
-    recurrent_layers = check_recurrence(lm, text)
+    special = [layers for find in finders if (layers := find(model, text)) is not None]
     kinds = getattr(text, "layer_types", None) or []
     for number, kind in enumerate(kinds):
         if kind not in LAYER_KINDS:
@@ -342,8 +348,6 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
             )
     _check_noise(model)
     rotary_positions = _check_rotary(lm, text)
-    _check_adapter(model)
-    _check_quantised(model)
     scalar = None if value_head is None else users_head(value_head)
     embeddings = lm.get_output_embeddings()
     if embeddings is not None or not critics:
@@ -367,66 +371,21 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
     # Layers may have different numbers of heads; transformers then raises for `num_attention_heads`.
     if not getattr(text, "is_heterogeneous", False) and not getattr(text, "num_attention_heads", None):
         raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
-    experts = check_experts(lm, text)
     return Capabilities(
         layers=text.num_hidden_layers + sum(LAYER_KINDS[kind] - 1 for kind in kinds),
-        vocab_size=_vocabulary(lm, text),
+        vocab_size=vocabulary_of(lm, text),
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
         head_is_linear=is_plain_linear(head),
         logit_map=logit_map,
         rotary_positions=rotary_positions,
-        experts=experts,
-        auxiliary=0.0 if experts is None else experts.auxiliary,
-        recurrent_layers=recurrent_layers,
+        special=tuple(special),
         scores_tokens=head is embeddings,
         scalar=scalar,
     )
 
 
-def head_capabilities(model: nn.Module) -> Capabilities:
-    """The properties of a causal LM that matter to its head alone, which need not be exact on a tree.
-
-    Raises:
-        UnsupportedModel: a model without a language-model head, or with two soft-caps.
-    """
-    lm = causal_lm(model)
-    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
-    if head is None:
-        raise UnsupportedModel(f"{type(lm).__name__} has no language-model head; pass a causal LM")
-    text = _text_config(lm.config)
-    return Capabilities(
-        layers=text.num_hidden_layers,
-        vocab_size=_vocabulary(lm, text),
-        max_positions=None,
-        head=head,
-        head_is_linear=is_plain_linear(head),
-        logit_map=LogitMap.from_config(text),
-    )
-
-
-def drops_softcap(model: PreTrainedModel) -> bool:
-    """Whether the model's attention ignores the soft-cap on attention scores that its configuration sets.
-
-    Tree attention follows the configuration. Some releases of transformers let such a model run with torch's fused
-    attention (`sdpa`), which has no soft-cap. Its separate rows would then differ from the model that was trained.
-    """
-    config = _text_config(model.config)
-    if not getattr(config, "attn_logit_softcapping", None):
-        return False
-    # "eager" is not in the interface: each family's own file defines it.
-    function = AttentionInterface().get(config._attn_implementation)
-    return function is not None and "softcap" not in inspect.signature(function).parameters
-
-
-def with_softcap(model: M) -> M:
-    """The model, switched to eager attention if its current attention ignores the soft-cap."""
-    if drops_softcap(model):
-        model.set_attn_implementation("eager")
-    return model
-
-
-def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -450,66 +409,6 @@ def _check_class(lm: nn.Module, config: PreTrainedConfig) -> None:
                 f"{module_name} ({type(module).__name__}) numbers the positions of a row by itself, from its padding "
                 "id on and leaving padding out (create_position_ids_from_input_ids); a tree numbers them from 0, so "
                 "every token would be at another place than in its row."
-            )
-
-
-def _check_adapter(model: nn.Module) -> None:
-    adapter = getattr(model, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
-        raise UnsupportedModel(
-            f"{type(adapter).__name__}: prompt, prefix and p-tuning put tokens of their own before every row, which a "
-            "tree has no place for; use LoRA or another adapter of weights."
-        )
-    tokens = getattr(adapter, "alora_invocation_tokens", None)
-    if tokens:
-        raise UnsupportedModel(
-            f"alora_invocation_tokens={list(tokens)}: an activated LoRA begins at the last such tokens of a call, "
-            "which on a tree may belong to another row; use LoRA without them."
-        )
-
-
-def _check_quantised(model: nn.Module) -> None:
-    """Refuse quantised layers whose output for a token depends on the call, or whose gradients are wrong."""
-    trainable = any(parameter.requires_grad for parameter in model.parameters())
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, torch.Tensor):
-            continue
-        # torchao's tensors say how they quantise inputs. bitsandbytes' int8 layers do so where they do not dequantise
-        # their weights; with a threshold, an outlier in one token also changes how all tokens of a call are computed.
-        threshold = getattr(getattr(module, "state", None), "threshold", None)
-        dequantises = module.training and weight.device.type in ("cpu", "xpu")
-        if getattr(weight, "act_quant_kwargs", None) is not None or (threshold is not None and not dequantises):
-            how = "" if threshold is None else " in evaluation mode and on CUDA devices"
-            raise UnsupportedModel(
-                f"{name} ({type(module).__name__}, {type(weight).__name__}) quantises its inputs{how}. That rounds "
-                "differences in the last digit between a tree and its rows up to steps of 8 bits, and outliers of one "
-                "token (llm_int8_threshold) change the others of a call. Quantise the weights alone: "
-                'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") or torchao\'s Int8WeightOnlyConfig.'
-            )
-        state = getattr(weight, "quant_state", None)
-        packs = getattr(module, "support_avx512bf16_for_cpu", False) and not module.training
-        packed = packs or getattr(state, "packing_format_for_cpu", False)
-        if state is not None and weight.device.type == "cpu" and trainable and packed:
-            raise UnsupportedModel(
-                f"{name} is a 4-bit layer packed for inference, as bitsandbytes does on this CPU in evaluation mode, "
-                "and for good: no gradient flows through it, with or without a tree. Load the model anew and call "
-                "model.train() before its first forward, with all dropout rates 0."
-            )
-
-
-def _check_compiled(model: nn.Module) -> None:
-    """Refuse compiled modules that hold attention: a traced graph keeps the mask that it was traced with."""
-    for name, module in model.named_modules():
-        wrapped = type(module).__name__ == "OptimizedModule"
-        compiled = wrapped or getattr(module, "_compiled_call_impl", None) is not None
-        # transformers' attention and recurrent layers have a layer_idx; norms and MLPs do not.
-        if compiled and any(hasattr(inner, "layer_idx") for inner in module.modules()):
-            how = "an OptimizedModule (torch.compile)" if wrapped else f"a {type(module).__name__} after .compile()"
-            plain = "the model without it" if name or not wrapped else "the model within, model._orig_mod"
-            raise UnsupportedModel(
-                f"{name or 'the model'} is {how}; a graph that was traced once does not follow a tree. Pass {plain}; "
-                "TreeEngine(..., compile_layers=True) compiles layers around tree attention."
             )
 
 

@@ -13,18 +13,15 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treetrain.core.attention.schedule import AttentionSpec
 from treetrain.core.errors import UnsupportedModel
@@ -314,117 +311,3 @@ def _leaves(function: Callable) -> Iterator[Callable]:
 
 AttentionInterface.register(INTERFACE, _tree_attention)
 AttentionMaskInterface.register(INTERFACE, lambda *_args, mask_function, **_kwargs: mask_of(mask_function))
-
-
-# ---- modules that receive no keyword arguments
-
-_CHECKPOINT = "_gradient_checkpointing_func"
-"""The attribute by which transformers' modules checkpoint a call; newer releases keep a layer's hooks outside of it."""
-
-
-_ACTIVE_CALLS: "WeakKeyDictionary[nn.Module, list[tuple[object, TreeRun | None]]]" = WeakKeyDictionary()
-"""By model, the stack of active calls, outermost first: callee and its run."""
-
-
-@contextmanager
-def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[Callable[[], TreeRun | None]]:
-    """Yield a function that returns the tree run of the current call; it works within the block.
-
-    Routers and some recurrent layers receive no keyword arguments, but the modules around them do. In backward,
-    activation checkpointing calls a part of the model a second time, when other runs may have gone forward meanwhile.
-    The second call belongs to the run of the first call, not to the latest run. It may come in a later block than the
-    first (a score's backward), so a model has one stack of calls for all blocks.
-
-    The function returns None outside of a known call, for instance when something other than transformers checkpoints
-    a part of a layer without the modules around it.
-
-    Args:
-        inside: the modules that need the run.
-    """
-    calls = _ACTIVE_CALLS.setdefault(model, [])
-    outside = len(calls)
-
-    def current() -> TreeRun | None:
-        return calls[-1][1] if calls else None
-
-    def enter(module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
-        calls.append((module, kwargs.get(RUN_KEYWORD, current())))
-
-    def leave(module: nn.Module, _args: object, _output: object) -> None:
-        if calls and calls[-1][0] is module:  # not if another hook failed before `enter`
-            calls.pop()
-
-    def call_in(run: TreeRun | None, function: Callable[..., object], *args: object, **kwargs: object) -> object:
-        calls.append((function, run))
-        depth = len(calls)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            del calls[depth - 1 :]
-
-    def remembering(checkpoint: Callable[..., object]) -> Callable[..., object]:
-        """A checkpointing function whose second call belongs to the run of the first."""
-        if isinstance(checkpoint, partial):  # transformers reads its keywords
-            return partial(remembering(checkpoint.func), *checkpoint.args, **checkpoint.keywords)
-        return lambda function, *args, **kwargs: checkpoint(partial(call_in, current(), function), *args, **kwargs)
-
-    asking = {id(module) for module in inside}
-    with ExitStack() as stack:
-        for module in model.modules() if asking else ():
-            if id(module) not in asking and any(id(child) in asking for child in module.modules()):
-                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-                if _CHECKPOINT in vars(module):
-                    checkpoint = remembering(vars(module)[_CHECKPOINT])
-                    stack.enter_context(replaced(module, **{_CHECKPOINT: checkpoint}))
-        try:
-            yield current
-        finally:
-            del calls[outside:]
-
-
-# ---- compiled layers
-
-COMPILATIONS = 64
-"""Recompilation limit; PyTorch counts kinds of layers, dtypes and passes with and without gradients together."""
-
-
-@contextmanager
-def compiled_layers(model: nn.Module, compiled: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Run decoder layers compiled within the block. Enter it last, when all hooks of the pass are in place.
-
-    A layer's norms, rotary embedding, residuals and MLP read and write the hidden states a dozen times; compiled, a few
-    times. They do not depend on the tree. Tree attention does, so it runs outside of the compiled graphs. Lengths are
-    dynamic: one compilation of each kind of layer serves all parts.
-
-    Args:
-        compiled: the caller's cache of compiled modules; it keeps the model alive.
-
-    A hook or a replaced forward (a router that records its choices, a recurrent layer) may run other code in every
-    pass. A layer with one inside, or with a module that the user has compiled, is not compiled as a whole; those of its
-    children that have none are. So are the children of a checkpointed layer: in recent releases of transformers its
-    forward calls the checkpointing function, and PyTorch compiles nothing that breaks the graph inside of that.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=COMPILATIONS))
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                whole = _is_plain(layer) and not (layer.gradient_checkpointing and layer.training)
-                for module in [layer] if whole else filter(_is_plain, layer.children()):
-                    if module not in compiled:
-                        compiled[module] = torch.compile(module._call_impl, dynamic=True)
-                    stack.callback(setattr, module, "_compiled_call_impl", None)
-                    module._compiled_call_impl = compiled[module]
-        yield
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return not any(
-        "forward" in vars(inner)
-        or inner._compiled_call_impl is not None
-        or inner._forward_hooks
-        or inner._forward_pre_hooks
-        or inner._backward_hooks
-        or inner._backward_pre_hooks
-        for inner in module.modules()
-    )

@@ -1,7 +1,7 @@
 """Costs of a model: its counts (FLOPs, parameters, bytes), and the seconds and peak bytes of a plan. Numpy only.
 
 The numbers come from the model itself, counted layer by layer (``models/costs.py``), or from the sizes of a plain
-decoder (`ModelShape`), for planning without a model.
+decoder (``shapes.py``), for planning without a model.
 
 Only matrix products are counted; a multiplication and an addition are two FLOPs. Norms, activations, rotary embeddings,
 softmax and the optimiser are left out. A backward needs two products for each product of the forward, so a step is
@@ -19,28 +19,20 @@ freed memory is reused. At any moment these are alive:
 Only the first three change within a step. Their worst moment is in one of three phases of some part, or in a prefill,
 so the peak is a maximum over parts, phases and prefills. Each is linear in tokens and rows, with the factors in
 `ModelCounts`.
-
-Under FSDP every pass gathers the weights, and a backward also reduces their gradients. A GPU does both beside the
-arithmetic, except for the first layer's share. So a pass takes the longer of the two, plus that share, and parts are
-made large enough to hide the links. On a CPU the same cores send and compute, so the times add up.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.core.errors import UnsupportedModel, expect, nearest
-from treetrain.core.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, SLACK, Collective, Device, Group
-from treetrain.core.planning.plan import Bytes, Passes, Plan, heights
+from treetrain.core.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, SLACK, Device
+from treetrain.core.planning.plan import Bytes, Passes, Plan
 from treetrain.core.tree.layout import FULL, AttentionRange, Pairs, pairs_at
-from treetrain.core.tree.token_tree import Int64s, Row, TokenTree, as_tree
-
-if TYPE_CHECKING:
-    from treetrain.models.work import TreeStats
+from treetrain.core.tree.token_tree import Int64s
 
 WIDE = 4
 """Bytes of float32, the dtype of log-probabilities, entropies and summed gradients."""
@@ -157,163 +149,11 @@ class ModelCounts:
         return replace(self, checkpointing=checkpointing)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a plain decoder: full attention and gated MLPs in every layer, as in Llama, Qwen3 and Qwen3-MoE."""
-
-    layers: int
-    hidden: int
-    """Width of the residual stream."""
-    intermediate: int
-    """Inner width of the MLP, or of each expert."""
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key/value heads; a divisor of `heads`."""
-    head_dim: int
-    vocab: int
-    tied: bool
-    """Whether LM head and embedding share one matrix. This changes the memory, not the FLOPs."""
-    experts: int = 0
-    """Experts in every layer; 0 for an MLP that all tokens go through."""
-    experts_per_token: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UnsupportedModel(f"model shape: {name} is {value!r}, expected a positive whole number")
-        uneven = self.heads % self.kv_heads or bool(self.experts) != bool(self.experts_per_token)
-        if uneven or self.experts_per_token > self.experts:
-            raise UnsupportedModel(
-                f"model shape: {self.heads} heads on {self.kv_heads} key/value heads, {self.experts_per_token} experts "
-                f"per token of {self.experts}; expected a divisor of the heads, and no more than the experts"
-            )
-
-    @classmethod
-    def named(cls, name: str) -> Self:
-        """Look up a well-known shape, for planning without a model.
-
-        Args:
-            name: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b, qwen3-235b-a22b or
-                llama-3.1-8b.
-
-        Raises:
-            ValueError: any other name.
-        """
-        if name.lower() not in _NAMED:
-            raise ValueError(f"no model shape is named {name!r}; {nearest(name, _NAMED)}")
-        sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
-        *numbers, tied, experts, chosen = _NAMED[name.lower()]
-        return cls(**dict(zip(sizes, numbers)), tied=bool(tied), experts=experts, experts_per_token=chosen)
-
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        """The names that `named` knows."""
-        return tuple(_NAMED)
-
-    @classmethod
-    def of(cls, shape: "ModelShape | str") -> "ModelShape":
-        """Return a shape, or look one up by its name."""
-        return cls.named(shape) if isinstance(shape, str) else shape
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices: query, key, value, output, the router, and the three of each MLP."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + self.experts * self.hidden + max(1, self.experts) * self._mlp_parameters
-
-    @property
-    def _mlp_parameters(self) -> int:
-        return 3 * self.hidden * self.intermediate
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of all matrices, the embedding included; norms and biases (under 0.1%) are left out."""
-        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.vocab * self.hidden
+class CountedShape(Protocol):
+    """The sizes of a model, from which its costs follow."""
 
     def counts(self, *, dtype_bytes: int = 4, checkpointing: bool = False) -> ModelCounts:
-        """Count a model of this shape with every weight trained.
-
-        A layer saves per token: for each of its two norms, the float32 input, the normed input and the output; for
-        attention, queries and keys (in float32 before their norms, after them, and rotated), values, output and
-        log-sum-exp; for the MLP, gate, activation, up projection and the product of the last two.
-
-        Raises:
-            ValueError: `dtype_bytes` is not 2, 4 or 8.
-        """
-        if dtype_bytes not in (2, 4, 8):
-            raise ValueError(f"dtype_bytes={dtype_bytes!r}: numbers of 2, 4 or 8 bytes are known")
-        b, wide, hidden = dtype_bytes, max(WIDE, dtype_bytes), self.hidden
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        norms = 2 * (2 * hidden * b + (hidden + 1) * wide)
-        attention = 3 * (queries + keys) * b + (queries + keys + 2 * self.heads + self.kv_heads) * wide
-        used = max(1, self.experts_per_token)
-        idle = max(0, self.experts - used) * self._mlp_parameters
-        copies = 2 * hidden * b * self.experts_per_token  # a token's states, sorted by expert, and each expert's output
-        layer, matrix = norms + attention + 4 * used * self.intermediate * b + copies, self.vocab * hidden
-        cached = 2 * keys * (b + wide)
-        return ModelCounts(
-            layers=self.layers,
-            hidden=hidden,
-            vocab=self.vocab,
-            parameters=self.parameters,
-            parameters_in_layers=self.layers * self.layer_parameters,
-            dtype_bytes=b,
-            checkpointing=checkpointing,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            experts=self.experts,
-            experts_per_token=self.experts_per_token,
-            expert_parameters=self.layers * self.experts * self._mlp_parameters,
-            token_flops=2 * self.layers * (self.layer_parameters - idle),
-            flops_by_range={FULL: 4 * self.layers * queries},
-            saved_layers=self.layers * layer,
-            saved_layer=layer,
-            saved_outside=hidden * (wide + 2 * b) + 2 * self.head_dim * b,  # the last norm; cosines and sines
-            # Backward frees the graph as it goes, so it adds little: gradients of the residual stream.
-            backward_token=3 * b * hidden,
-            weight_gradient=hidden * max((2 * self.experts or 1) * self.intermediate, queries) * b,
-            forward_token=4 * hidden * b + 3 * used * self.intermediate * b + copies,
-            cache_token=self.layers * cached,
-            cache_layer=cached,
-            logit=2 * wide + (b if b < wide else 0),
-            head_pass=matrix * b if b < wide else 0,
-            step=matrix * wide * (1 if self.tied else 2),
-        )
-
-
-def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str | None = None) -> "TreeStats":
-    """Compute how many tokens a batch shares, where, and the ideal speed-up.
-
-    Args:
-        rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
-        shape: a model's counts or shape, or a shape's name ("qwen3-8b"), for the speed-ups in FLOPs; None leaves
-            them out.
-
-    Raises:
-        DataError: invalid rows.
-        ValueError: an unknown shape name.
-    """
-    from treetrain.models.work import tree_stats
-
-    shape = ModelShape.of(shape) if isinstance(shape, str) else shape
-    return tree_stats(as_tree(rows), shape.counts() if isinstance(shape, ModelShape) else shape)
-
-
-# layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, experts, experts per token: the published
-# config.json files.
-_NAMED = {
-    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936, True, 0, 0),
-    "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, 151936, True, 0, 0),
-    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151936, True, 0, 0),
-    "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936, False, 0, 0),
-    "qwen3-14b": (40, 5120, 17408, 40, 8, 128, 151936, False, 0, 0),
-    "qwen3-32b": (64, 5120, 25600, 64, 8, 128, 151936, False, 0, 0),
-    "qwen3-30b-a3b": (48, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
-    "qwen3-235b-a22b": (94, 4096, 1536, 64, 4, 128, 151936, False, 128, 8),
-    "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256, False, 0, 0),
-}
+        """The counts with every weight trained."""
 
 
 Floats = NDArray[np.floating]
@@ -359,82 +199,15 @@ class Speeds:
         )
 
 
-class Sharding(NamedTuple):
-    """How ranks hold weights: in shards, of which there may be several copies."""
+class Links(Protocol):
+    """Seconds that processes take to send weights and gradients in each pass; `parallel/links.py` has FSDP's."""
 
-    shards: Group
-    """The ranks that together hold one copy."""
-    copies: Group
-    """The ranks that hold the same shard of different copies."""
-
-
-class WeightCollectives(NamedTuple):
-    """The collectives by which ranks gather sharded weights and reduce their gradients."""
-
-    gather_layers: list[Collective]
-    """The weights of the layers: in every pass."""
-    gather_ends: list[Collective]
-    """Embedding, head and last norm, which stay gathered from the first forward to the next backward."""
-    reduce: list[Collective]
-    """All gradients: in a backward."""
-
-    @classmethod
-    def of(cls, counts: ModelCounts, sharding: Sharding, experts: Sharding) -> Self:
-        """The collectives of a rank with these counts.
-
-        FSDP2 calls one collective for each layer, and one for embedding, head and last norm. It gathers weights in the
-        compute dtype and reduces gradients in float32 or wider. Copies then add up their shards of the gradients.
-        Experts may be divided over some of the ranks first, so they have groups of their own.
-        """
-        b, wide, layers = counts.dtype_bytes, counts.wide_bytes, counts.layers
-        in_experts, ends = counts.expert_parameters, counts.parameters - counts.parameters_in_layers
-        rest, expert_calls = counts.parameters_in_layers - in_experts, layers if in_experts else 0
-        shards, expert_shards = sharding.shards.size, experts.shards.size
-        # Whole weights (DDP) are reduced in one call.
-        copy_calls = layers + 1 if shards > 1 else 1
-        return cls(
-            gather_layers=[
-                Collective("all-gather", sharding.shards, b * rest, layers),
-                Collective("all-gather", experts.shards, b * in_experts, expert_calls),
-            ],
-            gather_ends=[Collective("all-gather", sharding.shards, b * ends)],
-            reduce=[
-                Collective("reduce-scatter", sharding.shards, wide * (rest + ends), layers + 1),
-                Collective("reduce-scatter", experts.shards, wide * in_experts, expert_calls),
-                Collective("all-reduce", sharding.copies, wide * (rest + ends) / shards, copy_calls),
-                Collective("all-reduce", experts.copies, wide * in_experts / expert_shards, expert_calls),
-            ],
-        )
-
-    def links(self, device: Device, layers: int) -> "WeightLinks | None":
-        """The seconds of these collectives; None if every rank holds the weights whole."""
-        if self.gather_ends[0].group.size == 1:
-            return None
-        gather = sum(each.seconds(device) for each in self.gather_layers)
-        return WeightLinks(
-            forward=gather + sum(each.seconds(device) for each in self.gather_ends),
-            backward=gather,
-            reduce=sum(each.seconds(device) for each in self.reduce),
-            not_hidden=1.0 if device.kind == "cpu" else 1 / layers,
-        )
-
-
-class WeightLinks(NamedTuple):
-    """Seconds that FSDP's collectives take in each pass."""
-
-    forward: float
-    """Seconds of gathering all weights."""
-    backward: float
-    """Seconds of gathering the layers' weights again."""
-    reduce: float
-    """Seconds of reducing all gradients, in a backward."""
-    not_hidden: float
-    """The share of these seconds that cannot run beside arithmetic: the first layer's, 1 / layers; 1 on a CPU."""
+    def hidden_beside(self, backward_ratio: float) -> float:
+        """Seconds of a part's forward from which on its passes hide the links; 0 where nothing hides them."""
+        ...
 
     def added_seconds(self, kind: str, seconds: Floats, *, reduces: bool = True) -> Floats:
         """Seconds that the links add to passes of a kind that take `seconds` by themselves."""
-        sent = self.backward + self.reduce * reduces if kind == "backward" else self.forward
-        return sent - (1 - self.not_hidden) * np.minimum(seconds, sent)
 
 
 class Beside(NamedTuple):
@@ -464,7 +237,7 @@ class CostModel:
     speeds: Speeds
     device: Literal["cpu", "cuda"] = "cpu"
     """Sets the memory allocator that is modelled, and the rows that the head scores at once."""
-    links: WeightLinks | None = None
+    links: Links | None = None
     """The seconds in which FSDP2 gathers weights and reduces gradients; None if every rank holds them whole."""
     beside: Beside | None = None
     """What the step at hand needs besides its parts, if anything; its seconds are the same under every plan."""
@@ -472,7 +245,7 @@ class CostModel:
     @classmethod
     def from_shape(
         cls,
-        shape: ModelShape,
+        shape: CountedShape,
         device: Literal["cpu", "cuda"] = "cpu",
         *,
         dtype_bytes: int = 4,
@@ -481,7 +254,7 @@ class CostModel:
         """Create a cost model from a shape, with every weight trained.
 
         Args:
-            shape: the model's shape.
+            shape: the model's shape, such as a `ModelShape`.
             device: the device whose speeds are used: "cpu" (two cores) or "cuda" (an H100).
             dtype_bytes: bytes per number in the compute dtype: 4, 8, or 2 under autocast.
             checkpointing: whether every layer keeps only its input and runs forward again in backward.
@@ -493,22 +266,8 @@ class CostModel:
         return cls.on(described, shape.counts(dtype_bytes=dtype_bytes, checkpointing=checkpointing))
 
     @classmethod
-    def of(cls, cost: "CostModel | ModelShape | str") -> "CostModel":
-        """Return a cost model, or make one by formula on a CPU from a shape or its name."""
-        if not hasattr(cost, "seconds"):  # prices of one's own have the same methods
-            expect("cost", cost, (ModelShape, str), "a CostModel, a ModelShape or its name, such as qwen3-8b")
-        return cls.from_shape(ModelShape.of(cost)) if isinstance(cost, ModelShape | str) else cost
-
-    @classmethod
-    def on(cls, device: Device, counts: ModelCounts, *, shards: int = 1, copies: int = 1) -> Self:
-        """Create a cost model from a device's description and a model's counts.
-
-        Args:
-            shards: ranks that together hold one copy of the weights (FSDP2); 1 if every rank holds them whole.
-            copies: copies of the sharded weights (hybrid sharding).
-        """
-        sharding = Sharding(device.group(shards), device.group(copies, shards))
-        links = WeightCollectives.of(counts, sharding, sharding).links(device, counts.layers)
+    def on(cls, device: Device, counts: ModelCounts, links: Links | None = None) -> Self:
+        """Create a cost model from a device's description and a model's counts."""
         return cls(counts=counts, speeds=Speeds.on(device, counts), device=device.kind, links=links)
 
     def seconds(self, plan: Plan) -> float:
@@ -574,12 +333,8 @@ class CostModel:
     @property
     def hiding_tokens(self) -> int:
         """Tokens of a part whose arithmetic takes as long as its links; 0 without links and on a CPU."""
-        if self.links is None or self.links.not_hidden == 1:
-            return 0
-        forward = self.counts.token_flops / self.speeds.layers
-        backward = self.links.backward + self.links.reduce
-        tokens = max(self.links.forward, backward / self.speeds.backward_ratio) / forward
-        return math.ceil(min(tokens, 1e9))
+        seconds = 0.0 if self.links is None else self.links.hidden_beside(self.speeds.backward_ratio)
+        return math.ceil(min(seconds / (self.counts.token_flops / self.speeds.layers), 1e9))
 
     def token_seconds(self, depth: Int64s) -> Floats:
         """Predict the seconds of forward and backward of each token at these depths, without LM head and passes."""
@@ -703,11 +458,3 @@ class CostModel:
         rows = np.bincount(plan.prefill[plan.part_of[scored]], minlength=plan.num_prefills)
         alone = self.counts.forward_token * tokens + self.counts.cache_layer * path[top]
         return alone + self._logits(rows), above[top]
-
-
-def budget_share(plan: Plan, counts: ModelCounts, budget: int) -> float:
-    """Divide the FLOPs of a step without recomputation by the least that a budget in tokens allows; at most 1."""
-    layout = plan.layout
-    again = layout.positions[heights(layout) > budget]
-    once = counts.flops(layout.num_tokens, counts.pairs_at(layout.positions), len(layout.rows))
-    return once / (once + counts.flops(len(again), counts.pairs_at(again), 0) / 3) if once else 1.0

@@ -1,18 +1,8 @@
-"""Speeds, sizes and links of a device: presets with published or measured figures, or the user's TOML file.
-
-A collective takes a fixed time and a time per byte. Both depend on how many of its ranks share a node. Ranks of a node
-use its links with one another, and all their network connections together with other nodes. The slower of the two
-counts.
-The ranks are assumed to form a ring, as in NCCL's own model (``src/graph/tuning.cc`` of NVIDIA/nccl).
-"""
+"""Speeds, sizes and links of a device: presets with published or measured figures."""
 
 import dataclasses
 import math
-import tomllib
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from treetrain.core.errors import nearest
+from typing import Literal, NamedTuple
 
 USABLE = {"cpu": 0.8, "cuda": 0.9}
 """How much of a device's free memory a step may use: predictions err by up to a tenth, and a CPU's memory is shared."""
@@ -105,41 +95,6 @@ class Group(NamedTuple):
     """How many of them share a node."""
 
 
-class Collective(NamedTuple):
-    """Calls of one collective operation."""
-
-    operation: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
-    group: Group
-    whole_bytes: float
-    """Bytes of the result of an all-gather, or of one rank's input to any other operation."""
-    calls: int = 1
-    """Number of calls that share these bytes."""
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that every rank sends."""
-        rounds = 2 if self.operation == "all-reduce" else 1
-        return rounds * self.whole_bytes * (self.group.size - 1) / self.group.size
-
-    def seconds(self, device: Device) -> float:
-        """Seconds of all calls."""
-        size, in_node = self.group
-        if size == 1:
-            return 0.0
-        nodes = -(-size // in_node)
-        link = device.link_bandwidth * device.link_efficiency
-        network = (device.network_bandwidth or device.link_bandwidth) * device.link_efficiency
-        fixed = device.collective_seconds + (size - nodes) * device.link_seconds + (nodes - 1) * device.network_seconds
-        # Seconds per byte. A rank keeps 1 / size of the bytes and sends the rest.
-        if self.operation == "all-to-all":  # each rank sends its own share to every other rank
-            inside, between = (in_node - 1) / size / link, (size - in_node) / size / network
-        else:  # other nodes' shards come over the connections of all ranks of a node
-            inside = (size - 1) / size / link if in_node > 1 else 0.0
-            between = (nodes - 1) / nodes / (network * in_node)
-        factor = {"reduce-scatter": device.reduce_scatter, "all-reduce": 2.0}.get(self.operation, 1.0)
-        return self.calls * fixed + factor * self.whole_bytes * max(inside, between)
-
-
 DTYPE_SPEEDS = {"cpu": {2: 0.8, 4: 1.0, 8: 0.5}, "cuda": {2: 1.0, 4: 0.125, 8: 0.0625}}
 """Speed of matrix products by bytes per number, relative to the preset's."""
 SLACK = {"cpu": (1.17, 8e6), "cuda": (1.05, 0.0)}
@@ -147,29 +102,6 @@ SLACK = {"cpu": (1.17, 8e6), "cuda": (1.05, 0.0)}
 (library buffers, large blocks that no gap holds). cpu: fitted to measured peaks
 (benchmarks/results/memory.csv) with glibc 2.36; before 2.38, glibc does not reuse a freed aligned block for a request
 of the same size, and every tensor is an aligned block. cuda: not measured."""
-
-
-def find_device(name_or_file: str) -> Device:
-    """Look up a preset by name, or read a TOML file.
-
-    Raises:
-        ValueError: neither a preset nor a file, a file that cannot be read, or invalid keys or values.
-    """
-    if name_or_file.lower() in DEVICES:
-        return DEVICES[name_or_file.lower()]
-    path = Path(name_or_file).expanduser()
-    if not path.is_file():
-        raise ValueError(f"no device is named {name_or_file!r} and no file either; {nearest(name_or_file, DEVICES)}")
-    try:
-        figures: dict[str, Any] = {"name": path.stem} | tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no TOML file of a device's figures (docs/distributed.md): {error}") from error
-    required = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Device)}
-    for key in figures.keys() - required.keys():
-        raise ValueError(f"{path}: a device has no figure {key!r}; {nearest(key, required)}")
-    if missing := [name for name in required if required[name] and name not in figures]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; docs/distributed.md says what they are")
-    return Device(**figures)
 
 
 def _gpu(name: str, teraflops: float, gigabytes: float, terabytes: float, link: float, network: float) -> Device:

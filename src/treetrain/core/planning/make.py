@@ -4,19 +4,16 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.core.planning.cost import CostModel, ModelShape
+from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.partition import partition
 from treetrain.core.planning.plan import Bytes, Costs, Plan, heights
 from treetrain.core.tree.layout import PackedLayout, pack
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
-
-if TYPE_CHECKING:
-    from treetrain.logs.records import Json
 
 _UNITS = {"b": 1} | {
     f"{letter}{ending}": base ** (power + 1)
@@ -140,7 +137,7 @@ class Budgeted:
     tokens: int | None
     """The budget in tokens that follows from it; None if tokens are not bounded."""
 
-    def explanation(self, plan: Plan) -> "dict[str, Json]":
+    def explanation(self, plan: Plan) -> dict[str, Any]:
         """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
         by = self.cost.seconds_by(plan)
         longest = int(heights(plan.layout).max(initial=0))
@@ -191,7 +188,7 @@ class Budgeted:
             lines.append(f"{line}  {row['name']}".rstrip())
         return "\n".join(lines)
 
-    def _budgets(self, plan: Plan, longest: int) -> "list[dict[str, Json]]":
+    def _budgets(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
         """Compare this plan with new plans of smaller and larger budgets."""
         tokens = plan.layout.num_tokens
         own = tokens if self.tokens is None else self.tokens
@@ -221,28 +218,13 @@ if memory is short."""
 
 def make_plan(
     rows: Sequence[Row] | TokenTree | PackedLayout,
-    cost: CostModel | ModelShape | str,
+    cost: CostModel,
     *,
     budget: int | str | Bytes | None = None,
     free_bytes: int | None = None,
 ) -> Plan:
-    """Find a fast plan for a batch within a budget; `plan.explain()` describes it.
-
-    Args:
-        rows: the batch: K rows (trajectories, or lists or arrays of token ids), their tree, or a packed layout. For
-            rows and trees, the plan covers the tokens that their trained predictions need.
-        cost: a cost model; or, for a cost model by formula, a model's shape or its name ("qwen3-8b", see
-            `ModelShape.named`).
-        budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
-            ("8GiB"; see `parse_budget`). None makes parts of about PART_TOKENS if that needs no recomputation, bounded
-            only by `free_bytes`.
-        free_bytes: free bytes of the device, used without a budget.
-
-    Raises:
-        ValueError: an invalid or too small budget, or an unknown shape name.
-        DataError: invalid rows.
-    """
-    cost, budget = CostModel.of(cost), parse_budget(budget)
+    """Find a fast plan for a batch within a budget; see `treetrain.make_plan`."""
+    budget = parse_budget(budget)
     layout = rows if isinstance(rows, PackedLayout) else trained_layout(as_tree(rows))
     if isinstance(budget, Bytes):
         plan, tokens = within_bytes(layout, cost, budget)

@@ -265,10 +265,3 @@ Pairs = Mapping[AttentionRange, int]
 def pairs_at(depth: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
     """Count the pairs that tokens at these depths of their paths see."""
     return {each: int(each.seen(depth).sum(dtype=np.int64)) for each in ranges}
-
-
-def pairs_of_rows(lengths: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
-    """Count the visible pairs of separate rows of these lengths."""
-    # A row's pairs depend on its length alone, so a running sum over depths is enough.
-    depth = np.arange(int(lengths.max(initial=0)))
-    return {each: int(np.append(0, np.cumsum(each.seen(depth)))[lengths].sum()) for each in ranges}

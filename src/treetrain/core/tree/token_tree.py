@@ -600,3 +600,10 @@ def _lay_out(buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, toke
     before = before[opens]
     segment_parent = np.where(before >= 0, np.searchsorted(segment_start, before, side="right") - 1, -1)
     return TreeArrays(tokens, index, depths, end, segment_start, segment_parent)
+
+
+def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:
+    """Count the trajectories through each token."""
+    ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
+    before = np.cumsum(ends)
+    return before[tree.end] - before[:-1]

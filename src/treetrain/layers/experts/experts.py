@@ -27,15 +27,15 @@ from transformers.utils.generic import ModelOutput
 
 from treetrain.core.device_arrays import on_device
 from treetrain.core.engine.extension import LossExtension, ModelPass
-from treetrain.core.engine.facts import Metrics, add_metrics
 from treetrain.core.engine.loss_gradients import name_through
 from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.core.head.lm_head import Scores
-from treetrain.core.hf.tree_mode import TreeRun, enclosing_runs, instance_of, replaced
+from treetrain.core.hf.tree_mode import TreeRun, instance_of, replaced
+from treetrain.core.losses.facts import Metrics, add_metrics
 from treetrain.core.planning.plan import Plan
-from treetrain.core.tree.token_tree import TokenTree
+from treetrain.core.tree.token_tree import TokenTree, trajectories_through
+from treetrain.layers.enclosing_runs import enclosing_runs
 from treetrain.layers.experts.routers import MixtureOfExperts, Router
-from treetrain.models.work import trajectories_through
 from treetrain.parallel.context_parallel import Share
 
 METRIC = "router_aux_loss"
@@ -54,6 +54,10 @@ class RouterBalance:
     """Sums of the routers' probabilities."""
     tokens: float
     """Tokens of all rows times layers with experts."""
+
+    def compared(self) -> object:
+        """See `StepBalance`."""
+        return self.tokens, self.choices.tolist()
 
     def __add__(self, other: "RouterBalance") -> "RouterBalance":
         return RouterBalance(

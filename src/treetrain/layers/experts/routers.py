@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.capability import Capabilities, SpecialLayers, causal_lm
+from treetrain.core.hf.tree_mode import instance_of
 
 _LOSS = "load_balancing_loss_func"
 """The name of the auxiliary loss function in a model's own file in transformers."""
@@ -32,7 +34,7 @@ class Router(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MixtureOfExperts:
+class MixtureOfExperts(SpecialLayers):
     """The experts of a model, as far as the engine needs to know them."""
 
     routers: tuple[Router, ...]
@@ -50,17 +52,30 @@ class MixtureOfExperts:
     """The coefficient of the model's auxiliary loss; 0 if it adds none."""
 
     @property
+    def loss_name(self) -> str:  # type: ignore[override]
+        return (
+            "the routers' auxiliary loss, which the model's configuration asks for (output_router_logits=True, "
+            f"router_aux_loss_coef={self.auxiliary:g})"
+        )
+
+    @property
     def ambiguous(self) -> bool:
         """Whether a layer chooses experts more than once (JetMoe): tools do not agree on the order of such choices."""
         return len(set(self.layer_numbers)) < self.places
 
 
-def check_experts(lm: nn.Module, config: PreTrainedConfig) -> MixtureOfExperts | None:
+def experts_of(capabilities: Capabilities) -> MixtureOfExperts | None:
+    """The model's experts; None for a model without any."""
+    return instance_of(MixtureOfExperts, capabilities.special)
+
+
+def check_experts(model: nn.Module, config: PreTrainedConfig) -> MixtureOfExperts | None:
     """The model's experts; None for a model without any.
 
     Raises:
         UnsupportedModel: routing is random, drops tokens, or is by a module that is not recognised.
     """
+    lm = causal_lm(model)
     routers = _routers(lm)
     expert_modules = [name for name, module in lm.named_modules() if _holds_experts(module)]
     if not routers:

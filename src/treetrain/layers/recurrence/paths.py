@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treetrain.core.attention.kv_cache import RowBuffers
-from treetrain.core.device_arrays import CHECKED, on_device
+from treetrain.core.device_arrays import on_device
 from treetrain.core.tree.layout import PackedLayout
 from treetrain.core.tree.token_tree import Int64s
+from treetrain.kernels.checks import CHECKED
 from treetrain.layers.recurrence.delta_rule import gated_delta
 from treetrain.layers.recurrence.scans import (
     GATED_DELTA_KERNEL,

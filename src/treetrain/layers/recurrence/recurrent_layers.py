@@ -17,6 +17,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,9 +28,11 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from treetrain.core.errors import UnsupportedModel
-from treetrain.core.hf.tree_mode import TreeRun, enclosing_runs, instance_of, replaced
+from treetrain.core.hf.capability import SpecialLayers, causal_lm
+from treetrain.core.hf.tree_mode import TreeRun, instance_of, replaced
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import build_tree
+from treetrain.layers.enclosing_runs import enclosing_runs
 
 if TYPE_CHECKING:
     from treetrain.layers.recurrence.paths import Paths
@@ -245,14 +248,20 @@ def kind_of(module: nn.Module) -> Kind | None:
     return next((kind for kind in KINDS if (kind.children, kind.parameters) == (children, parameters)), None)
 
 
-def recurrent_heads(model: nn.Module) -> dict[int, str]:
-    """Name the units of the recurrent layers that ranks can share, by how many a layer has."""
-    layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
-    return {kind.heads(layer): _UNITS.get(kind.what, "channels") for layer, kind in layers}
+@dataclass(frozen=True)
+class RecurrentLayers(SpecialLayers):
+    """The recurrent layers of a model."""
+
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def heads(self) -> dict[int, str]:
+        """See `SpecialLayers`."""
+        return {kind.heads(x): _UNITS.get(kind.what, "channels") for x in self.modules if (kind := kind_of(x))}
 
 
-def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> int:
-    """Count the recurrent layers, and check that all of them are exact on a tree.
+def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> RecurrentLayers | None:
+    """Find the recurrent layers, and check that all of them are exact on a tree; None if there are none.
 
     Args:
         config: configuration of the text model.
@@ -261,9 +270,10 @@ def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> int:
         UnsupportedModel: a layer is not supported; names it.
     """
     known: list[str] = []
+    layers: list[nn.Module] = []
     by_name: list[tuple[str, str]] = []
     by_kind: list[tuple[str, str]] = []
-    for name, module in model.named_modules():
+    for name, module in causal_lm(model).named_modules():
         kind = type(module).__name__
         if known and name.startswith(f"{known[-1]}."):
             continue
@@ -278,6 +288,7 @@ def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> int:
                     "tree in the place of this forward. Use forward hooks, which run, or wrap the module around it."
                 )
             known.append(name)
+            layers.append(module)
         elif any(word in kind.lower() for word in _RECURRENT) and "norm" not in kind.lower():
             by_name.append((name, kind))
         elif isinstance(module, nn.RNNBase | nn.Conv1d):
@@ -298,7 +309,7 @@ def check_recurrence(model: nn.Module, config: PreTrainedConfig) -> int:
             "a tree: a branch would go on from another branch's state. Exact are attention, gated DeltaNet, Mamba-2 "
             "and gated short convolutions."
         )
-    return len(known)
+    return RecurrentLayers(tuple(layers)) if layers else None
 
 
 def _try_tiny(layer: Layer, config: PreTrainedConfig) -> str | None:

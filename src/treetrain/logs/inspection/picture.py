@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.core.tree.token_tree import Int64s, TokenTree
+from treetrain.core.tree.token_tree import Int64s, TokenTree, trajectories_through
 from treetrain.logs.columns import codes_of
 from treetrain.logs.inspection.diagnosis import Diagnosis
 from treetrain.logs.inspection.prepared import Decodes
-from treetrain.models.work import trajectories_through
 
 BLOCKS = 24_000
 """Blocks that are drawn before the rest is folded."""

@@ -22,7 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from treetrain.core.engine.facts import (
+from treetrain.core.errors import DataError
+from treetrain.core.losses.facts import (
     Facts,
     Metrics,
     Reduction,
@@ -35,7 +36,6 @@ from treetrain.core.engine.facts import (
     require_nonnegative_weights,
     split_by_trajectory,
 )
-from treetrain.core.errors import DataError
 from treetrain.core.tree.trajectory import GIVEN, Trajectory
 
 

@@ -3,8 +3,7 @@
 Shape letters: K trajectories, L tokens of one of them, T predictions in use.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -187,20 +186,3 @@ def split_by_trajectory(
 
 
 # ---- for those who write losses
-
-
-def weighted_means(watched: Mapping[str, Float[Tensor, " T"]], shares: Float[Tensor, " T"]) -> Metrics:
-    """Make metrics of per-prediction numbers: their weighted means."""
-    weight = shares.sum()
-    return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
-
-
-def extremes(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
-    """Make metrics of per-prediction numbers [T]: the largest and the smallest where the share is not 0."""
-    found: Metrics = {}
-    trained = shares != 0
-    weight = trained.any().to(shares.dtype)
-    for name, x in watched.items() if len(shares) else ():
-        found[f"{name}_max"] = torch.where(trained, x.detach(), -math.inf).max(), weight
-        found[f"{name}_min"] = torch.where(trained, x.detach(), math.inf).min(), weight
-    return found

@@ -1,6 +1,6 @@
 """Log-probabilities, values and rewards live in autograd, in one node for a whole batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from treetrain.core.engine.deferred import gradients_of
-from treetrain.core.engine.engine import TreeEngine
+from treetrain.core.engine.deferred import gradients_aside
 from treetrain.core.engine.loss_gradients import Mask
 from treetrain.core.engine.score import Scored
 from treetrain.core.planning.make import Bytes
 from treetrain.core.tree.token_tree import Row, TokenTree
+from treetrain.engine import TreeEngine
 
 
 def logprobs(
@@ -168,3 +168,10 @@ class _TreeScores(torch.autograd.Function):
         for leaf, gradient in zip(scored.leaves, gradients):
             leaf.grad = gradient
         return None, None, *gradients_of(parameters, partial(scored.backward, sync=False))
+
+
+def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients that a call leaves in ``.grad``, and restore ``.grad``. No hook of the parameters runs."""
+    with gradients_aside(parameters) as found:
+        run()
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Losses: their protocol, and the facts that a batch has for them."""

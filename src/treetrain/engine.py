@@ -1,0 +1,188 @@
+"""`treetrain.TreeEngine`: the engine of `core/` with everything that stands beside it."""
+
+import difflib
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from treetrain.core.engine import engine as core
+from treetrain.core.engine.engine_model import Sharing
+from treetrain.core.engine.executor import Executor
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.tree_mode import instance_of
+from treetrain.core.planning.make import Bytes
+from treetrain.core.planning.plan import Plan
+from treetrain.core.tree.layout import pack
+from treetrain.core.tree.token_tree import Row, TokenTree
+from treetrain.core.tree.trajectory import Trajectory
+from treetrain.kernels.compiled import CompiledFeature, warm_up
+from treetrain.layers.experts.routers import experts_of
+from treetrain.registry import make_registry
+
+if TYPE_CHECKING:
+    from treetrain.layers.experts.experts import RouterBalance
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def unknown_named(init: F) -> F:
+    """An ``__init__`` whose error for an unknown argument names those that there are."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(self: object, *args: object, **options: object) -> None:
+        for name in options.keys() - set(known):
+            near = "".join(f" (did you mean {x}?)" for x in difflib.get_close_matches(name, known, n=1))
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}{near}; it has {', '.join(known)}")
+        init(self, *args, **options)
+
+    return cast("F", checked)
+
+
+def loaded(model: object) -> nn.Module:
+    """The model; raises TypeError for a name, a configuration, or anything else that is no module."""
+    if isinstance(model, nn.Module):
+        return model
+    given = f"the name {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+    raise TypeError(
+        f"model is {given}; give a loaded model: tt.load_model(name), or AutoModelForCausalLM.from_pretrained(name)"
+    )
+
+
+class TreeEngine(core.TreeEngine):
+    """Runs batches of trajectories on a Hugging Face causal LM as prefix trees.
+
+    Args:
+        model: a causal LM, plain or wrapped by peft; calls change only its ``.grad``.
+        budget: an int bounds the tokens whose graph is alive at once; any tree runs at any int. A string such as "8GiB"
+            bounds the peak memory above model, gradients and optimiser state. None takes what the device has free.
+        temperature: divides the logits before the softmax.
+        value_head: maps the inputs of a causal LM's head, [n, hidden], to values [n] (or [n, c]),
+            for losses that need values. A model for token or sequence classification has its own head, and no
+            log-probabilities.
+        group: a torch.distributed group whose processes share each step, with the same model and their own rows (or
+            none). Loss, metrics and gradients are those of all rows together. None: the ranks of a model in FSDP2
+            (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
+        context: a group whose processes all pass the same rows, and divide the tokens of every part among them (context
+            parallel; see docs/distributed.md). ``budget`` applies to each process. The processes that share a step
+            include every context group as a whole.
+        compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
+            takes a minute in the first step. None: on a GPU, unless in FSDP2 or tensor parallel.
+        check: at the first use of the model, and again when its classes, forwards, hooks or adapters have changed,
+            compare a forest of a few dozen tokens with its rows one by one in the plain model. Hooks see these calls.
+            False does not compare. Models that processes divide (FSDP2, ZeRO-3, tensor and context parallel) are not
+            compared: `share_prefixes` does so in its first step, `verify` before the model is divided.
+
+    Raises:
+        UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
+        ValueError: a temperature that is not above 0, or a budget that is neither tokens nor bytes.
+    """
+
+    @unknown_named
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: int | str | Bytes | None = None,
+        temperature: float = 1.0,
+        value_head: nn.Module | None = None,
+        group: "dist.ProcessGroup | None" = None,
+        context: "dist.ProcessGroup | None" = None,
+        compile_layers: bool | None = None,
+        check: bool = True,
+    ):
+        model, sharing = loaded(model), Sharing()
+        if dist.is_available() and dist.is_initialized():
+            from treetrain.parallel.sharing import shared
+
+            model, value_head, sharing = shared(model, value_head, group, context)
+        if compile_layers and not sharing.may_compile:
+            raise UnsupportedModel(
+                "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
+                "not been verified: leave it out"
+            )
+        super().__init__(
+            model,
+            budget=budget,
+            temperature=temperature,
+            value_head=value_head,
+            sharing=sharing,
+            registry=make_registry(compile_layers),
+        )
+        self.check = check
+        """Whether the model is compared with its rows one by one at first use."""
+        self.accepted: dict[object, object] = {}
+        """The states of the model that were compared last, by mode; see `check/first_use.py`."""
+
+    def warm_up(self, plan: Plan | None = None) -> float:
+        """Compile layers for the steps of a run before the first of them, in the dtype and autocast of the call.
+
+        Nothing happens if layers do not run compiled, or if the model adds a loss of its routers. Gradients, hooks and
+        buffers do not see these passes. Under context parallel every rank makes the call.
+
+        Args:
+            plan: the plan of a step, as from `plan`. None compiles for passes with and without gradient; parts of one
+                token, which are compiled for separately, only come with a plan that has them.
+
+        Returns:
+            seconds.
+
+        Raises:
+            UnsupportedModel: the model would not be exact on a tree.
+        """
+        model, compiled = self.prepared, instance_of(CompiledFeature, self.prepared.registry.features)
+        with self.sharing.passes_with.together("warm_up"):
+            model.capabilities = model.check()
+            if compiled is None or not compiled.can_warm_up(model):
+                return 0.0
+            return warm_up(compiled, model, self.passes_type, plan)
+
+    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> "RouterBalance":
+        """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.
+
+        Raises:
+            ValueError: a model without experts.
+        """
+        from treetrain.layers.experts.experts import Experts
+
+        model, ranks = self.prepared, self.ranks
+        with ranks.together("router_balance"):
+            model.capabilities = model.check()
+            tree = self.tree_of(trajectories)
+            self._check_tree(tree)
+            if experts_of(model.capabilities) is None:
+                raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
+            layout = pack(tree, trim=False)
+            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
+            plan = self.plan_of(layout)
+            ranks.exchange(None)  # all ranks have a plan, or none runs a pass
+            for attempt in model.tries(plan):
+                with attempt:
+                    extensions = model.extensions(tree, balanced=True)
+                    passes = self.passes_type(model, extensions, attempt.counts, None)
+                    Executor(attempt.plan, passes, gradients=False).score()
+            own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
+            balances = ranks.per_data_rank(ranks.exchange(own))
+        return functools.reduce(operator.add, balances).to(model.device)
+
+    def _balance_of(self, tree: TokenTree) -> "RouterBalance":
+        return self.router_balance(tree)
+
+    def _with_images(
+        self, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]
+    ) -> Sequence[Trajectory]:
+        from treetrain.layers.images.encoders import with_images
+
+        return with_images(self.model, rows, images)
+
+    def _compare_first_use(self, tree: TokenTree) -> None:
+        """Compare the model, in a state of classes, forwards and hooks that is new, with its rows one by one."""
+        if self.check and tree.num_tokens:
+            from treetrain.check.first_use import compare_first_use
+
+            compare_first_use(self, tree)

@@ -1,0 +1,115 @@
+"""The table of everything that an engine may use from outside the core.
+
+A package can add to it by an entry point of the group ``treetrain.features``: a class derived from
+`core.engine.engine_model.Feature`, made without arguments for every engine.
+"""
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from treetrain.core.engine.engine_model import EngineModel, Feature, Registry, StepBalance
+from treetrain.core.engine.extension import Extension
+from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.tree_mode import instance_of
+from treetrain.core.tree.token_tree import TokenTree
+from treetrain.kernels.backends import DeviceBackends
+from treetrain.kernels.compiled import CompiledFeature
+from treetrain.kernels.lm_head import DeviceHeadKernels
+from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.finders import FINDERS
+from treetrain.layers.recurrence.recurrent_layers import RecurrentLayers
+from treetrain.models.costs import cost_of
+
+ENTRY_POINTS = "treetrain.features"
+
+# What a call of a dense model does not need is imported where it is used.
+
+
+class ExpertsFeature(Feature):
+    """Routers: their auxiliary loss, and recorded choices."""
+
+    takes = frozenset({"experts"})
+
+    def check_rows(self, model: EngineModel, tree: TokenTree) -> None:
+        if tree.experts is not None:
+            from treetrain.layers.experts.experts import check_recorded
+
+            check_recorded(tree, experts_of(model.capabilities))
+
+    def extension(
+        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+    ) -> Extension | None:
+        experts = experts_of(model.capabilities)
+        if experts is None:
+            return None
+        from treetrain.layers.experts.experts import Experts, RouterBalance, has_work
+
+        if not has_work(experts, tree, balanced=balanced):
+            return None
+        assert balance is None or isinstance(balance, RouterBalance)
+        return Experts(model.model, experts, tree, model.device, balanced=balanced, whole=balance, scale=scale)
+
+
+class RecurrenceFeature(Feature):
+    """Recurrent layers, whose states follow the tree."""
+
+    def extension(
+        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+    ) -> Extension | None:
+        if instance_of(RecurrentLayers, model.capabilities.special) is None:
+            return None
+        from treetrain.layers.recurrence.recurrence import Recurrence
+
+        return Recurrence(model.model, model.may_need_gradients)
+
+
+class ImagesFeature(Feature):
+    """Images, each of which goes through the encoder once in a step."""
+
+    takes = frozenset({"images"})
+    within_sharing = True  # the gradients that it adds are reduced, and seen by hooks, around it
+
+    def check_rows(self, model: EngineModel, tree: TokenTree) -> None:
+        if tree.images is None:
+            return
+        from treetrain.layers.images.encoders import check_images
+        from treetrain.models.encoder_memory import encoder_memory
+
+        check_images(model.model, tree)
+        model.beside = encoder_memory(model.model, tree.images.distinct)
+        if model.sharing.collective or not model.sharing.passes_with.alone:
+            raise UnsupportedModel(
+                "rows with images on a model that processes divide among them (FSDP2, ZeRO-3, tensor or context "
+                "parallel) have not been verified: use one process, DistributedDataParallel, or ZeRO-1 or 2"
+            )
+
+    def extension(
+        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+    ) -> Extension | None:
+        if tree.images is None:
+            return None
+        from treetrain.layers.images.images import Images
+
+        return Images(model.model, tree)
+
+
+@cache
+def _features_of_others() -> tuple[type[Feature], ...]:
+    return tuple(point.load() for point in entry_points(group=ENTRY_POINTS))
+
+
+def make_registry(compile_layers: bool | None) -> Registry:
+    """The registry of an engine.
+
+    Args:
+        compile_layers: see `TreeEngine`.
+    """
+    # Compiled layers come last of those that change the model's modules.
+    ours = [ExpertsFeature(), RecurrenceFeature(), CompiledFeature(compile_layers), ImagesFeature()]
+    return Registry(
+        finders=FINDERS,
+        features=[*(kind() for kind in _features_of_others()), *ours],
+        cost_of=cost_of,
+        attention=DeviceBackends(),
+        head=DeviceHeadKernels(),
+    )
