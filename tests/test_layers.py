@@ -42,6 +42,7 @@ LAYERS = (
 """From the top down; a layer may import itself and what stands after it. A file belongs to the longest name."""
 WITHOUT_TORCH = ("simulation", "logs", "core.planning", "core.tree", "core.errors")
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
+TESTS = sorted(Path(__file__).parent.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
@@ -209,3 +210,23 @@ def test_no_module_imports_its_own_package():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         if path.name != "__init__.py" and package != "treetrain":
             assert package not in imports(path, typing_too=False), f"{path} imports its own __init__"
+
+
+DOCS = SOURCE.parents[1] / "docs"
+
+
+@pytest.mark.parametrize("page", ["design.md", "core.md", "contributing.md"])
+def test_files_that_a_page_names_exist(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([a-z_]+/[a-z_/]+\.py|[a-z_]+\.py)`", text)}
+    missing = [name for name in named if not any(path.as_posix().endswith(f"/{name}") for path in (*FILES, *TESTS))]
+    assert named and not missing, f"docs/{page} names {', '.join(missing)}"
+
+
+def test_the_page_on_the_core_names_every_file_and_the_design_every_room():
+    core, design = ((DOCS / page).read_text(encoding="utf-8") for page in ("core.md", "design.md"))
+    for path in CORE:
+        name = path.relative_to(SOURCE).as_posix()
+        assert path.name == "__init__.py" or f"`{name}`" in core, f"docs/core.md lacks {name}"
+    for room in sorted(path for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"):
+        assert f"| `{room.name}/` |" in design, f"docs/design.md lacks the room {room.name}"

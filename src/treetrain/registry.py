@@ -16,7 +16,7 @@ from treetrain.kernels.backends import DeviceBackends
 from treetrain.kernels.compiled import CompiledFeature
 from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.layers.experts.routers import experts_of
-from treetrain.layers.finders import FINDERS
+from treetrain.layers.finders import check_model
 from treetrain.layers.recurrence.recurrent_layers import RecurrentLayers
 from treetrain.models.costs import cost_of
 
@@ -107,7 +107,7 @@ def make_registry(compile_layers: bool | None) -> Registry:
     # Compiled layers come last of those that change the model's modules.
     ours = [ExpertsFeature(), RecurrenceFeature(), CompiledFeature(compile_layers), ImagesFeature()]
     return Registry(
-        finders=FINDERS,
+        check_model=check_model,
         features=[*(kind() for kind in _features_of_others()), *ours],
         cost_of=cost_of,
         attention=DeviceBackends(),

@@ -110,5 +110,6 @@ def test_what_a_configuration_says_is_what_the_model_says(name):
 
     alone, whole = check_config(make_config(name)), check_model(make_model(name))
     assert alone is not None
-    for field in ("layers", "vocab_size", "max_positions", "recurrent_layers"):
+    assert [*map(type, alone.special)] == [*map(type, whole.special)]
+    for field in ("layers", "vocab_size", "max_positions"):
         assert getattr(alone, field) == getattr(whole, field), field

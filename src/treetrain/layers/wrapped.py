@@ -20,7 +20,6 @@ def check_wrapped(model: nn.Module, config: PreTrainedConfig) -> None:
         UnsupportedModel: the message names the module or setting, its value, and what to do.
     """
     lm = causal_lm(model)
-    _check_compiled(model)
     if drops_softcap(lm):
         raise UnsupportedModel(
             f"{type(lm).__name__} asks for attn_logit_softcapping={config.attn_logit_softcapping}, but its own "
@@ -98,7 +97,7 @@ def _check_quantised(model: nn.Module) -> None:
             )
 
 
-def _check_compiled(model: nn.Module) -> None:
+def check_compiled(model: nn.Module) -> None:
     """Refuse compiled modules that hold attention: a traced graph keeps the mask that it was traced with."""
     for name, module in model.named_modules():
         wrapped = type(module).__name__ == "OptimizedModule"

@@ -29,7 +29,7 @@ from treetrain.core.engine.ranks import Ranks
 from treetrain.core.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.head.lm_head import PLAIN, HeadKernels
-from treetrain.core.hf.capability import Capabilities, Finder, check_model, model_device
+from treetrain.core.hf.capability import Capabilities, check_model, model_device
 from treetrain.core.hf.frozen_layers import frozen_layers
 from treetrain.core.losses.protocol import Loss
 from treetrain.core.planning.cost import Beside, CostModel, ModelCounts
@@ -523,7 +523,8 @@ class Feature:
 class Registry:
     """Everything outside the core that an engine uses. An empty one runs dense models, planned in tokens."""
 
-    finders: Sequence[Finder] = ()
+    check_model: Callable[..., Capabilities] = check_model
+    """Describes a model, as `core.hf.capability.check_model` does; it may know more layers."""
     features: Sequence[Feature] = ()
     """Their extensions are nested in this order, the first outermost."""
     cost_of: Callable[[nn.Module], CostModel] | None = None
@@ -583,7 +584,7 @@ class EngineModel:
         much memory is free."""
         now = self.read()
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
-            self._all = check_model(self.model, critics=True, value_head=self.value_head, finders=self.registry.finders)
+            self._all = self.registry.check_model(self.model, critics=True, value_head=self.value_head)
             self._cost, self._frozen_layers = (None, None), None
             modules = self.model.modules()
             self.undrawn = [m for m in modules if {*vars(m).get("module_dropout", {0: 1}).values()} == {0.0}]
