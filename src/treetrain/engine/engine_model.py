@@ -26,7 +26,7 @@ from treetrain.engine.extension import Extension, Reduces
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.engine.ranks import Sharing
-from treetrain.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks
+from treetrain.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks, is_container
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model, model_device
 from treetrain.models.frozen_layers import frozen_layers
@@ -108,6 +108,8 @@ class ModelState(NamedTuple):
                 code[id(kind_of), "forward of the class"] = kind_of.forward
                 if fields["_modules"]:
                     code[holder, "submodules"] = tuple(fields["_modules"].values())
+                if is_container(module):
+                    continue
                 adapted = "_active_adapter" in fields
                 for name, value in fields.items():
                     plain = isinstance(value, _PLAIN)
@@ -473,9 +475,14 @@ class EngineModel:
         return self._latest[0].parameters
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those that require a gradient, as they were read last."""
+        return self._latest[0].trained
+
+    @property
     def live(self) -> bool:
         """Whether scores computed now can have gradients."""
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
+        return torch.is_grad_enabled() and bool(self.trained)
 
     def table(self, layout: PackedLayout, *, entropy: bool, statistics: bool = False) -> ScoreTable:
         """An empty table for the scores of a layout."""
@@ -563,13 +570,13 @@ class EngineModel:
         free, absent = free_bytes(self.device), 0
         if self.device.type == "cpu":
             free //= self.sharing.processes_on_host
-        for p in self.parameters:
+        for p in self.trained:
             grad = p.grad
             if grad is not None and type(grad) is not Tensor:
                 grad = getattr(grad, "beneath", grad)  # of a `DeferredGradient`
-            if grad is None and p.requires_grad:
-                own = getattr(p, "_local_tensor", p)  # the part that this process holds of a sharded parameter
-                absent += own.numel() * own.element_size()
+            if grad is None:
+                # Of a sharded parameter, the part that this process holds.
+                absent += p.nbytes if type(p) is nn.Parameter else getattr(p, "_local_tensor", p).nbytes
         return max(free - absent, 0)
 
     def has_room(self, plan: Plan, extra: float | None = None) -> bool:
@@ -623,7 +630,7 @@ class EngineModel:
 
         Where weights are sharded, they are then reduced once instead of after every part.
         """
-        trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        trained = sum(p.numel() for p in self.trained)
         return self.has_room(plan, extra=trained * self.wide_dtype.itemsize)
 
     # ---- runs
@@ -690,7 +697,7 @@ class EngineModel:
 
     def attach_hooks(self, extensions: list[Extension]) -> None:
         """Run the hooks that parameters have now once in a run. Some may be set between score and backward."""
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.trained):
             from treetrain.engine.extensions.parameter_hooks import HooksOnce
 
             if not any(isinstance(extension, HooksOnce) for extension in extensions):
