@@ -442,9 +442,11 @@ class EngineModel:
             self._cost, self._frozen_layers = (None, None), None
             modules = self.model.modules()
             self.undrawn = [m for m in modules if {*vars(m).get("module_dropout", {0: 1}).values()} == {0.0}]
+        if now is not self.state:
+            self._dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         self.state = now
         self.device = model_device(self.model)
-        self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
+        self.wide_dtype = torch.promote_types(self._dtype, torch.float32)
         default = self.device.type == "cuda" and self.sharing.may_compile
         self.compiles = default if self._compile_layers is None else self._compile_layers
         self.free = None if isinstance(self.budget, Bytes) else self.free_bytes()
@@ -501,7 +503,7 @@ class EngineModel:
     def counted(self) -> CostModel | None:
         """The cost model of the model, counted without running it; None if it cannot be counted."""
         autocast = torch.is_autocast_enabled(self.device.type)
-        dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
+        dtype = torch.get_autocast_dtype(self.device.type) if autocast else self._dtype
         key = self.device, dtype, os.environ.get(lm_head.ENVIRONMENT)  # `check` sees everything else
         if self._cost[0] != key:
             from treetrain.engine.costs import TRANSIENT, cost_of  # once for a model
