@@ -90,6 +90,10 @@ def a_first_parameter(model):
     adapter(model).lora_embedding_A["default"] = nn.Parameter(torch.ones(1))
 
 
+def a_parameter_among_adapters(model):
+    adapter(model).lora_A.scale = nn.Parameter(torch.ones(1))
+
+
 def other_adapters(model):
     adapter(model).lora_A = nn.ModuleDict(adapter(model).lora_A)
 
@@ -141,6 +145,7 @@ CHANGES = [
     an_equal_configuration,
     another_adapter,
     a_first_parameter,
+    a_parameter_among_adapters,
     other_adapters,
     an_adapters_class,
     scaling,

@@ -66,20 +66,19 @@ class Snapshot:
             configs += [new for new in inner if not any(new is old for old in configs)]
         # Half of the modules of a model with LoRA are containers: of these only the class and what is in them counts.
         containers = [module for module in self.modules if is_container(module)]
-        self._contents: list[Any] = [
-            *(module._modules for module in containers),
-            *(held for module in containers if isinstance(module, nn.ParameterDict) for held in _of_parameters(module)),
-        ]
+        names = "_modules", "_parameters", "_keys"  # the keys of a `ParameterDict`
+        self._contents: list[Any] = [vars(module)[name] for module in containers for name in names if name in vars(module)]
         self._copies = [*map(_copied, self._contents)]
         apart = set(containers)
         read = [module for module in self.modules if module not in apart]
-        self._holders: list[Any] = [*read, *configs, *containers]
+        holders: list[Any] = [*read, *configs]
+        self._holders: list[Any] = [*holders, *containers]
         self._kinds = [*map(type, self._holders)]
         self._classes = list(dict.fromkeys(kind for of in set(self._kinds) for kind in of.__mro__))
         self._of_classes = [dict(vars(kind)) for kind in self._classes]
 
         # Holders with the same fields form a group, so that their values can be listed without a loop in Python.
-        self._fields: list[dict[str, Any]] = [holder.__dict__ for holder in (*read, *configs)]
+        self._fields: list[dict[str, Any]] = [holder.__dict__ for holder in holders]
         self._sizes = [*map(len, self._fields)]
         self._odd: list[tuple[Any, str, object]] = []
         """Fields that are tensors or hold some, and copies of them."""
@@ -138,14 +137,8 @@ def is_container(module: nn.Module) -> bool:
 
     No hook of it can run, and its flags switch nothing.
     """
-    if "forward" in vars(module):
-        return False
-    return type(module) is nn.ModuleDict or (type(module) is nn.ParameterDict and not any(_of_parameters(module)))
-
-
-def _of_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of a `ParameterDict`, and its parameters."""
-    return vars(module)["_keys"], module._parameters
+    own = map(vars(module).get, ("forward", "_parameters", "_buffers", "_keys"))
+    return type(module) in (nn.ModuleDict, nn.ParameterDict) and not any(own)
 
 
 def _holds_tensors(value: object, depth: int = 0) -> bool:
