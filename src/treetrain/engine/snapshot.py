@@ -66,8 +66,8 @@ class Snapshot:
             configs += [new for new in inner if not any(new is old for old in configs)]
         # Half of the modules of a model with LoRA are containers: of these only the class and what is in them counts.
         containers = [module for module in self.modules if is_container(module)]
-        names = "_modules", "_parameters", "_keys"  # the keys of a `ParameterDict`
-        self._contents: list[Any] = [vars(module)[name] for module in containers for name in names if name in vars(module)]
+        names, inside = ("_modules", "_parameters", "_keys"), [*map(vars, containers)]  # keys of a `ParameterDict`
+        self._contents: list[Any] = [field[name] for field in inside for name in names if name in field]
         self._copies = [*map(_copied, self._contents)]
         apart = set(containers)
         read = [module for module in self.modules if module not in apart]
