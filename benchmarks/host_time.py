@@ -2,10 +2,11 @@
 
 Run: python benchmarks/host_time.py [work ...] [--rounds 15] [--dry-run]
 
-A Qwen3 of 36 layers with a hidden size of 32 runs on one thread. *plain* is a forward and backward of the model itself
-on 32 tokens; *tree* is the time of an engine's parts of 32 tokens each, forward and backward, with all layers run again
-where they are checkpointed; both are given per layer and part. *prelude* is the rest of the engine's step: the look at
-the model, tree, plan, loss. Both sides alternate in one process; the figures are medians, the ratio that of the rounds.
+A Qwen3 of 36 layers with a hidden size of 32 runs on one thread. *tree* is the time of an engine's parts of 32 to 64
+tokens, forward and backward, with the prefill that comes before them where the trunk runs twice; *plain* is that of as
+many passes of the model itself on 32 tokens, forward alone for a prefill. Both are given per layer and part. *prelude*
+is the rest of the engine's step: the look at the model, tree, plan, loss. Both sides alternate in one process; the
+figures are medians, the ratio that of the rounds.
 Rows are appended to results/host_time.csv.
 """
 
@@ -19,10 +20,10 @@ LAYERS, TOKENS = 36, 32
 WORKS = {
     "dense": {},
     "dense checkpointed": {"checkpointed": True},
-    "dense 5 parts": {"branches": 4},
+    "dense in parts": {"branches": 4},
     "lora": {"lora": True},
     "lora checkpointed": {"lora": True, "checkpointed": True},
-    "lora 5 parts": {"lora": True, "branches": 4},
+    "lora in parts": {"lora": True, "branches": 4},
 }
 
 
@@ -73,6 +74,7 @@ def measure(
     trajectories = [trunk + rng.integers(0, 60, TOKENS).tolist() for _ in range(branches)] or [trunk]
     engine = tt.TreeEngine(model, budget=2 * TOKENS if branches else None)
     loss, ids, in_parts = tt.losses.sft(), torch.tensor([trunk]), [0.0]
+    plan = engine.plan(trajectories)
     original = Executor.train
 
     def train(self):
@@ -84,19 +86,23 @@ def measure(
     of_plain, of_parts, preludes = [], [], []
     for _ in range(rounds + 2):
         start = time.process_time()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        of_plain.append(1e3 * (time.process_time() - start) / LAYERS)
+        with torch.no_grad():
+            for _ in range(plan.num_prefills):
+                model(input_ids=ids, labels=ids, use_cache=False)
+        for _ in range(plan.num_parts):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        of_plain.append(1e3 * (time.process_time() - start) / LAYERS / plan.num_parts)
         in_parts[0], start = 0.0, time.process_time()
         result = engine.forward_backward(trajectories, loss)
         whole = time.process_time() - start
-        of_parts.append(1e3 * in_parts[0] / LAYERS / result.parts)
+        of_parts.append(1e3 * in_parts[0] / LAYERS / plan.num_parts)
         preludes.append(1e3 * (whole - in_parts[0]))
     plain, tree, prelude = (statistics.median(values[2:]) for values in (of_plain, of_parts, preludes))
     ratio = statistics.median(t / p for t, p in zip(of_parts[2:], of_plain[2:], strict=True))
     row = {
         "work": name,
         "layers": LAYERS,
-        "parts": result.parts,
+        "parts": plan.num_parts,
         "tokens_run_twice": result.recomputed_tokens,
         "plain_ms": f"{plain:.2f}",
         "tree_ms": f"{tree:.2f}",

@@ -40,8 +40,8 @@ def test_free_bytes_are_what_the_tightest_control_group_leaves(monkeypatch, tmp_
     assert 0 < everything <= memory.USABLE["cpu"] * psutil.virtual_memory().available * 1.2  # other work goes on
     group = tmp_path / "group"
     group.mkdir()
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
-    monkeypatch.setattr(memory, "_control_groups", lambda: [group])
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000, total=20_000))
+    monkeypatch.setattr(memory, "_control_groups", lambda _listing: [group])
     assert memory.free_bytes(CPU) == 8000
     (group / "memory.stat").write_text("anon 1\ninactive_file 500\n")
     (group / "memory.current").write_text("4500\n")

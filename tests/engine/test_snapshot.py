@@ -82,6 +82,26 @@ def an_equal_configuration(model):
     layer(model).self_attn.config.sliding_window = 3
 
 
+def another_adapter(model):
+    adapter(model).lora_A["other"] = nn.Linear(4, 2, dtype=torch.float64)
+
+
+def a_first_parameter(model):
+    adapter(model).lora_embedding_A["default"] = nn.Parameter(torch.ones(1))
+
+
+def a_parameter_among_adapters(model):
+    adapter(model).lora_A.scale = nn.Parameter(torch.ones(1))
+
+
+def other_adapters(model):
+    adapter(model).lora_A = nn.ModuleDict(adapter(model).lora_A)
+
+
+def an_adapters_class(model):
+    adapter(model).lora_A.__class__ = type("Other", (nn.ModuleDict,), {})
+
+
 def scaling(model):
     adapter(model).scaling["default"] = 3.0
 
@@ -123,6 +143,11 @@ CHANGES = [
     a_setting,
     a_dict_of_the_configuration,
     an_equal_configuration,
+    another_adapter,
+    a_first_parameter,
+    a_parameter_among_adapters,
+    other_adapters,
+    an_adapters_class,
     scaling,
     an_equal_list,
     evaluation,

@@ -111,12 +111,15 @@ def test_aligned_ranks_are_never_slower_than_with_plans_of_their_own(rows, ranks
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_ranks_wait_for_one_another_much_less_when_their_plans_line_up(ranks):
-    tree, budget = build_tree(groups(12 * ranks)), 1024
-    own = plan_ranks(tree, PRICES, ranks, budget=budget)
-    aligned = plan_ranks(tree, PRICES, ranks, budget=budget, aligned=True)
-    (slow, much), (fast, little) = waiting(own.plans), waiting(aligned.plans)
-    assert much > 0.15 and little < 0.01 and fast < 0.9 * slow
-    assert max(plan.peak_tokens for plan in aligned.plans) <= budget
+    budget, without, lined_up = 1024, [], []
+    for seed in range(6):
+        tree = build_tree(groups(12 * ranks, seed))
+        aligned = plan_ranks(tree, PRICES, ranks, budget=budget, aligned=True)
+        assert max(plan.peak_tokens for plan in aligned.plans) <= budget
+        without.append(waiting(plan_ranks(tree, PRICES, ranks, budget=budget).plans))
+        lined_up.append(waiting(aligned.plans))
+    (slow, much), (fast, little) = np.mean(without, 0), np.mean(lined_up, 0)
+    assert much > 0.1 and little < 0.015 and fast < 0.9 * slow
 
 
 def test_ranks_with_room_for_all_run_one_pass_each():

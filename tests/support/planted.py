@@ -1,7 +1,8 @@
 """A phase of benchmarks/quarter_hour.py in whose process an error was planted.
 
 PLANTED names the error of each phase, as JSON: "crash" ends the process in the phase's first case, "hang" makes that
-case sleep, "wrong" falsifies the default attention on trees with forks. Layers are not compiled, to save time.
+case sleep, "wrong" falsifies the default attention on trees with forks, larger ones than the forest that an engine
+compares at first use (which would refuse the model). Layers are not compiled, to save time.
 """
 
 # ruff: noqa: E402
@@ -22,17 +23,19 @@ import quarter_hour
 from treetrain.kernels.backends import BACKENDS
 
 NAME = sys.argv[sys.argv.index("--phase") + 1]
+FIRST_USE_TOKENS = 35
+"""The tokens of the forest of `first_use`."""
 ERROR = json.loads(os.environ["PLANTED"]).get(NAME)
 
 
 def falsify() -> None:
-    """Make the default attention of a CPU wrong by a tenth wherever two segments have the same parent."""
+    """Make the default attention of a CPU wrong by a tenth in large forests with two segments of the same parent."""
     make = BACKENDS["rectangles"]
 
     def wrong(forest, *others):
         made = make(forest, *others)
         parents = forest.segment_parent[forest.segment_parent >= 0]
-        if len(np.unique(parents)) < len(parents):
+        if len(forest.ends) > FIRST_USE_TOKENS and len(np.unique(parents)) < len(parents):
             right = made.forward
             made.forward = lambda *given: (lambda out, *rest: (1.1 * out, *rest))(*right(*given))
         return made

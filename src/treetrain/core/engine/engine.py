@@ -277,7 +277,7 @@ class TreeEngine:
         model.capabilities = model.check().asked(logprobs=needs_logprobs(loss), values="predicted_values" in loss.needs)
         if not torch.is_grad_enabled():
             raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
-        if not any(p.requires_grad for p in self.prepared.parameters):
+        if not self.prepared.trained:
             raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
         self.sharing.check_hooks(self.prepared.parameters)
         self._check_device()

@@ -26,7 +26,7 @@ from treetrain.core.engine.loss_gradients import ScoreTable
 from treetrain.core.engine.memory import Rollback, Try, free_bytes, tries
 from treetrain.core.engine.parameter_hooks import HooksOnce
 from treetrain.core.engine.ranks import Ranks
-from treetrain.core.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks
+from treetrain.core.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks, is_container
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.head.lm_head import PLAIN, HeadKernels
 from treetrain.core.hf.capability import Capabilities, check_model, model_device
@@ -108,6 +108,8 @@ class ModelState(NamedTuple):
                 code[id(kind_of), "forward of the class"] = kind_of.forward
                 if fields["_modules"]:
                     code[holder, "submodules"] = tuple(fields["_modules"].values())
+                if is_container(module):
+                    continue
                 adapted = "_active_adapter" in fields
                 for name, value in fields.items():
                     plain = isinstance(value, _PLAIN)
@@ -588,9 +590,11 @@ class EngineModel:
             self._cost, self._frozen_layers = (None, None), None
             modules = self.model.modules()
             self.undrawn = [m for m in modules if {*vars(m).get("module_dropout", {0: 1}).values()} == {0.0}]
+        if now is not self.state:
+            self._dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         self.state = now
         self.device = model_device(self.model)
-        self.wide_dtype = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
+        self.wide_dtype = torch.promote_types(self._dtype, torch.float32)
         self.free = None if isinstance(self.budget, Bytes) else self.free_bytes()
         self.beside = None
         return self._all
@@ -619,9 +623,14 @@ class EngineModel:
         return self._latest[0].parameters
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those that require a gradient, as they were read last."""
+        return self._latest[0].trained
+
+    @property
     def live(self) -> bool:
         """Whether scores computed now can have gradients."""
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
+        return torch.is_grad_enabled() and bool(self.trained)
 
     def table(self, layout: PackedLayout, *, entropy: bool, statistics: bool = False) -> ScoreTable:
         """An empty table for the scores of a layout."""
@@ -640,7 +649,7 @@ class EngineModel:
     def counted(self) -> CostModel | None:
         """The cost model of the model, counted without running it; None if it cannot be counted."""
         autocast = torch.is_autocast_enabled(self.device.type)
-        dtype = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
+        dtype = torch.get_autocast_dtype(self.device.type) if autocast else self._dtype
         key = self.device, dtype, self.registry.head.setting  # `check` sees everything else
         if self._cost[0] != key:
             try:
@@ -703,13 +712,13 @@ class EngineModel:
         free, absent = free_bytes(self.device), 0
         if self.device.type == "cpu":
             free //= self.sharing.processes_on_host
-        for p in self.parameters:
+        for p in self.trained:
             grad = p.grad
             if grad is not None and type(grad) is not Tensor:
                 grad = getattr(grad, "beneath", grad)  # of a `DeferredGradient`
-            if grad is None and p.requires_grad:
-                own = getattr(p, "_local_tensor", p)  # the part that this process holds of a sharded parameter
-                absent += own.numel() * own.element_size()
+            if grad is None:
+                # Of a sharded parameter, the part that this process holds.
+                absent += p.nbytes if type(p) is nn.Parameter else getattr(p, "_local_tensor", p).nbytes
         return max(free - absent, 0)
 
     def has_room(self, plan: Plan, extra: float | None = None) -> bool:
@@ -763,7 +772,7 @@ class EngineModel:
 
         Where weights are sharded, they are then reduced once instead of after every part.
         """
-        trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        trained = sum(p.numel() for p in self.trained)
         return self.has_room(plan, extra=trained * self.wide_dtype.itemsize)
 
     # ---- runs
@@ -806,7 +815,7 @@ class EngineModel:
 
     def attach_hooks(self, extensions: list[Extension]) -> None:
         """Run the hooks that parameters have now once in a run. Some may be set between score and backward."""
-        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.trained)
         if hooked and not any(isinstance(extension, HooksOnce) for extension in extensions):
             place = sum(not extension.within_hooks for extension in extensions)
             extensions.insert(place, HooksOnce(self.parameters, self.sharing.shards(self.parameters)))

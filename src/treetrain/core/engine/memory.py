@@ -5,8 +5,9 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -31,14 +32,18 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(USABLE["cuda"] * (free + held))
-    limits = [left for group in _control_groups() if (left := _left(group)) is not None]
-    return int(USABLE["cpu"] * max(min([psutil.virtual_memory().available, *limits]), 0))
+    machine, listing = psutil.virtual_memory(), Path("/proc/self/cgroup")
+    free = machine.available
+    for group in _control_groups(listing.read_text() if listing.exists() else ""):
+        free = min(free, _left(group, free, machine.total))
+    return int(USABLE["cpu"] * max(free, 0))
 
 
-def _control_groups() -> list[Path]:
-    """Folders of the control groups that this process is in (version 2, or the memory groups of version 1)."""
-    listing, folders = Path("/proc/self/cgroup"), []
-    for line in listing.read_text().splitlines() if listing.exists() else []:
+@cache
+def _control_groups(listing: str) -> list[Path]:
+    """Folders of the control groups in a process's listing (version 2, or the memory groups of version 1)."""
+    folders = []
+    for line in listing.splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers in ("", "memory"):
             base = _CGROUP / controllers
@@ -47,22 +52,23 @@ def _control_groups() -> list[Path]:
     return folders
 
 
-def _left(group: Path) -> int | None:
-    """The limit of a control group minus its use, without inactive file cache; None if it has no limit."""
+def _left(group: Path, free: int, total: int) -> int:
+    """What a control group leaves of free memory: its limit minus its use, without inactive file cache."""
     for limit_name, use_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        if (group / limit_name).exists():
-            names = limit_name, use_name, "memory.stat"
-            try:
-                limit, use, statistics = ((group / name).read_text().strip() for name in names)
-            except OSError:  # a group that may not be read is left out
-                return None
-            cache = re.search(rf"^{cache_name} (\d+)", statistics, re.MULTILINE)
-            # Version 2 writes "max" where there is no limit, version 1 a huge number.
-            return int(limit) - int(use) + int(cache[1] if cache else 0) if limit.isdigit() else None
-    return None
+        with suppress(OSError):  # the files of the other version; a group that may not be read is left out
+            limit = (group / limit_name).read_text().strip()
+            # Version 2 writes "max" where there is no limit, version 1 a number beyond the memory of any machine.
+            if not limit.isdigit() or int(limit) >= total:
+                return free
+            left = int(limit) - int((group / use_name).read_text())
+            if left < free:  # statistics take longest to read
+                cached = re.search(rf"^{cache_name} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+                return min(left + int(cached[1] if cached else 0), free)
+            return free
+    return free
 
 
 def expandable_segments() -> None:

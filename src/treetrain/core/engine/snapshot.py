@@ -8,7 +8,7 @@ changed.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, eq, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 HOOK_FIELDS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 _COMPARED = "training", "_parameters", "_modules", *HOOK_FIELDS
 """Those among them that are compared; buffers are compared apart, since they are tensors."""
+
+_VALUES, _PARAMETERS = methodcaller("values"), itemgetter("_parameters")
+_FLAGS = type, attrgetter("requires_grad"), attrgetter("dtype")
 
 _EMPTY: dict[str, object] = {}
 _CONTAINERS = list, tuple, set, type(_EMPTY.values())
@@ -53,6 +56,8 @@ class Snapshot:
     """Those with a configuration."""
     parameters: list[nn.Parameter]
     """All parameters, each once."""
+    trained: list[nn.Parameter]
+    """Those that require a gradient."""
 
     def __init__(self, roots: Iterable[object]):
         heads = [root for root in roots if isinstance(root, nn.Module)]
@@ -63,19 +68,27 @@ class Snapshot:
         for config in configs:  # those within a configuration are added on the way
             inner = [value for value in vars(config).values() if hasattr(value, "model_type")]
             configs += [new for new in inner if not any(new is old for old in configs)]
-        self._holders: list[Any] = [*self.modules, *configs]
+        # Half of the modules of a model with LoRA are containers: of these only the class and what is in them counts.
+        containers = [module for module in self.modules if is_container(module)]
+        names, inside = ("_modules", "_parameters", "_keys"), [*map(vars, containers)]  # keys of a `ParameterDict`
+        self._contents: list[Any] = [field[name] for field in inside for name in names if name in field]
+        self._copies = [*map(_copied, self._contents)]
+        apart = set(containers)
+        read = [module for module in self.modules if module not in apart]
+        holders: list[Any] = [*read, *configs]
+        self._holders: list[Any] = [*holders, *containers]
         self._kinds = [*map(type, self._holders)]
         self._classes = list(dict.fromkeys(kind for of in set(self._kinds) for kind in of.__mro__))
         self._of_classes = [dict(vars(kind)) for kind in self._classes]
 
         # Holders with the same fields form a group, so that their values can be listed without a loop in Python.
-        self._fields: list[dict[str, Any]] = [holder.__dict__ for holder in self._holders]
+        self._fields: list[dict[str, Any]] = [holder.__dict__ for holder in holders]
         self._sizes = [*map(len, self._fields)]
         self._odd: list[tuple[Any, str, object]] = []
         """Fields that are tensors or hold some, and copies of them."""
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for number, field in enumerate(self._fields):
-            base, is_module = _OF_EVERY_MODULE, number < len(self.modules)
+            base, is_module = _OF_EVERY_MODULE, number < len(read)
             own = [name for name in field if name not in base] if is_module else [*field]
             odd = [name for name in own if _holds_tensors(field[name])]
             odd += ["_buffers"] if is_module and field["_buffers"] else []
@@ -88,9 +101,11 @@ class Snapshot:
             for names, same in groups.items()
             if names
         ]
-        self._with_weights = [field for field in self._fields[: len(self.modules)] if field["_parameters"]]
+        self._with_weights = [field for field in self._fields[: len(read)] if field["_parameters"]]
         self._weights = [*self._live_weights()]
         self.parameters = list(dict.fromkeys(p for p in self._weights if p is not None))
+        self.trained = [p for p in self.parameters if p.requires_grad]
+        self._packed = [p for p in self.parameters if type(p) is not nn.Parameter]
         self._flags = self._read_flags()
         self._global_hooks = [*map(dict, global_hooks())]
 
@@ -102,6 +117,7 @@ class Snapshot:
                 and [*map(len, self._fields)] == self._sizes
                 # First, so that no two tensors are compared by their values.
                 and all(map(is_, self._live_weights(), self._weights))
+                and self._contents == self._copies
                 and all(map(is_, (vars(module)["config"] for module in self.configured), self._configs))
                 and all(all(map(eq, map(getter, fields), copies)) for getter, fields, copies in self._groups)
                 and self._read_flags() == self._flags
@@ -113,13 +129,20 @@ class Snapshot:
             return False
 
     def _live_weights(self) -> Iterable[nn.Parameter | None]:
-        return chain.from_iterable(field["_parameters"].values() for field in self._with_weights)
+        return chain.from_iterable(map(_VALUES, map(_PARAMETERS, self._with_weights)))
 
     def _read_flags(self) -> list[object]:
-        own = [p for p in self.parameters if type(p) is not nn.Parameter]
-        packed = [getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None) for p in own]
-        flags = (map(attrgetter(name), self.parameters) for name in ("requires_grad", "dtype"))
-        return [*chain.from_iterable(flags), *packed]
+        packed = [getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None) for p in self._packed]
+        return [*chain.from_iterable(map(read, self.parameters) for read in _FLAGS), *packed]
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module cannot be called and only holds others, or could hold parameters and has none yet.
+
+    No hook of it can run, and its flags switch nothing.
+    """
+    own = map(vars(module).get, ("forward", "_parameters", "_buffers", "_keys"))
+    return type(module) in (nn.ModuleDict, nn.ParameterDict) and not any(own)
 
 
 def _holds_tensors(value: object, depth: int = 0) -> bool:
