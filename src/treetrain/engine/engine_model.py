@@ -415,6 +415,8 @@ class EngineModel:
         """Its settings in the latest call."""
         self._latest = Snapshot(()), self.state
         """The model as it was read last."""
+        self._latest_hooked: list[nn.Module] = []
+        """The modules with forward hooks, as they were read last."""
         self.undrawn: list[nn.Module] = []
         """Adapters (LoHa, LoKr) that draw a random number in training mode although their dropout is 0."""
         self._cost: tuple[object, CostModel | None] = None, None
@@ -455,6 +457,7 @@ class EngineModel:
         if not snapshot.modules or not snapshot.unchanged():
             snapshot, state = Snapshot((self.model, self.value_head)), ModelState.of(self.model, self.value_head)
             self._latest = snapshot, state
+            self._latest_hooked = [m for m in snapshot.modules if m._forward_pre_hooks or m._forward_hooks]
         return state
 
     @property
@@ -683,6 +686,10 @@ class EngineModel:
             from treetrain.engine.extensions.images import Images
 
             extensions.append(Images(model, tree))
+        if self.live and self._latest_hooked:
+            from treetrain.engine.extensions.kept_activations import KeptActivations
+
+            extensions.append(KeptActivations(model, self._latest_hooked))
         for extension in extensions:
             extension.reduces = reduces
         self.attach_hooks(extensions)
