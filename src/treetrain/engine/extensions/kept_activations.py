@@ -81,5 +81,6 @@ class _Refused(torch.autograd.Function):
         name = next((name for name, each in model.named_modules() if each is module), "a module that is gone")
         raise UnsupportedModel(
             f"what the forward hook {hook_name(hook)} on {name} has kept of a pass is part of the loss. On a tree it "
-            "has the tokens of the tree, not those of rows, and no gradient: leave it out, or train without shared prefixes"
+            "has the tokens of the tree, not those of rows, and no gradient: leave it out, or train without shared "
+            "prefixes"
         )
