@@ -12,6 +12,7 @@ from treetrain.core.engine.extension import Extension
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.tree_mode import instance_of
 from treetrain.core.tree.token_tree import TokenTree
+from treetrain.explain import Explained
 from treetrain.kernels.backends import DeviceBackends
 from treetrain.kernels.compiled import CompiledFeature
 from treetrain.kernels.lm_head import DeviceHeadKernels
@@ -93,6 +94,21 @@ class ImagesFeature(Feature):
         return Images(model.model, tree)
 
 
+class KeptActivationsFeature(Feature):
+    """Users' forward hooks, which may keep activations for a penalty."""
+
+    within_sharing = True
+
+    def extension(
+        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+    ) -> Extension | None:
+        if not (model.live and model.hooked):
+            return None
+        from treetrain.check.kept_activations import KeptActivations
+
+        return KeptActivations(model.model, model.hooked)
+
+
 @cache
 def _features_of_others() -> tuple[type[Feature], ...]:
     return tuple(point.load() for point in entry_points(group=ENTRY_POINTS))
@@ -105,11 +121,18 @@ def make_registry(compile_layers: bool | None) -> Registry:
         compile_layers: see `TreeEngine`.
     """
     # Compiled layers come last of those that change the model's modules.
-    ours = [ExpertsFeature(), RecurrenceFeature(), CompiledFeature(compile_layers), ImagesFeature()]
+    ours = [
+        ExpertsFeature(),
+        RecurrenceFeature(),
+        CompiledFeature(compile_layers),
+        ImagesFeature(),
+        KeptActivationsFeature(),
+    ]
     return Registry(
         check_model=check_model,
         features=[*(kind() for kind in _features_of_others()), *ours],
         cost_of=cost_of,
+        purpose=Explained,
         attention=DeviceBackends(),
         head=DeviceHeadKernels(),
     )

@@ -11,6 +11,7 @@ from treetrain.core.planning.make import make_plan as make_plan_of
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import FULL, PackedLayout
 from treetrain.core.tree.token_tree import Row, TokenTree
+from treetrain.explain import Explained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,4 +185,4 @@ def make_plan(
         ValueError: an invalid or too small budget, or an unknown shape name.
         DataError: invalid rows.
     """
-    return make_plan_of(rows, cost_of_shape(cost), budget=budget, free_bytes=free_bytes)
+    return make_plan_of(rows, cost_of_shape(cost), budget=budget, free_bytes=free_bytes, purpose=Explained)

@@ -17,7 +17,16 @@ import treetrain as tt
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
 from treetrain.check.linear import gradients, relative_error
-from treetrain.core.head.lm_head import PLAIN, ChunkGradients, EdgesOfChunk, PlainChunk, Scaling
+from treetrain.core.head.lm_head import (
+    PLAIN,
+    ChunkGradients,
+    Edges,
+    EdgesOfChunk,
+    PlainChunk,
+    Scaling,
+    ScoreRequest,
+    score_edges,
+)
 from treetrain.core.hf.capability import LogitMap
 from treetrain.kernels import checks as kernel_checks
 from treetrain.kernels import lm_head as head_kernels
@@ -35,7 +44,7 @@ EDGES = ([0, 1, 1, 1, 3, 4, 4], [5, 0, 36, 17, 36, 2, 2])
 
 
 def chunk_of(kind: type[PlainChunk], dtype: torch.dtype, scaling: Scaling, vocabulary: int, *, entropy: bool):
-    """Results of a kind of chunk, and expected ones: (log-sum-exps, logits at edges, entropies or None, gradient)."""
+    """Results of a kind of chunk, and expected ones: (log-sum-exps, log-probabilities, entropies or None, gradient)."""
     generator = torch.Generator().manual_seed(vocabulary)
     rows, weight = (torch.randn(n, 8, generator=generator).to(DEVICE, dtype) for n in (5, vocabulary))
     weight = weight * 3
@@ -46,7 +55,7 @@ def chunk_of(kind: type[PlainChunk], dtype: torch.dtype, scaling: Scaling, vocab
     by_row = torch.zeros(5, device=DEVICE, dtype=wide).index_add_(0, edges.row, by_edge)
     first = kind(nn.functional.linear(rows, weight), scaling, entropy=entropy, backward=False)
     lse = first.log_sum_exp()
-    at = first.at(edges)
+    logprobs = first.logprobs(lse, edges)
     entropies = first.entropies(lse) if entropy else None
     second = kind(nn.functional.linear(rows, weight), scaling, entropy=entropy, backward=True)
     of_entropies = () if entropies is None else (entropies, by_entropy)
@@ -60,14 +69,16 @@ def chunk_of(kind: type[PlainChunk], dtype: torch.dtype, scaling: Scaling, vocab
     if entropy:
         loss = loss + (h * by_entropy.double()).sum()
     loss.backward()
-    expected = z.logsumexp(-1), z[edges], h if entropy else None, raw.grad
-    return (lse, at, entropies, grad), expected
+    expected = z.logsumexp(-1), log_p[edges], h if entropy else None, raw.grad
+    return (sum(lse), logprobs, entropies, grad), expected
 
 
 def check_chunk(kind, dtype, scaling, vocabulary, *, entropy) -> None:
     got, expected = chunk_of(kind, dtype, scaling, vocabulary, entropy=entropy)
     narrow = torch.finfo(dtype).eps
-    for name, bound, a, b in zip(("lse", "at", "entropy", "gradient"), (2e-6, 2e-6, 2e-5, 2 * narrow), got, expected):
+    for name, bound, a, b in zip(
+        ("lse", "logprobs", "entropy", "gradient"), (2e-6, 2e-6, 2e-5, 2 * narrow), got, expected
+    ):
         if b is None:
             continue
         assert a.shape == b.shape and torch.isfinite(a).all(), name
@@ -80,6 +91,56 @@ def check_chunk(kind, dtype, scaling, vocabulary, *, entropy) -> None:
 def test_the_softmax_of_a_chunk_by_pytorch_is_exact(scaling, entropy):
     check_chunk(PlainChunk, torch.float32, scaling, 37, entropy=entropy)
     check_chunk(PlainChunk, torch.float64, scaling, 37, entropy=entropy)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("certainty", [3.0, 12.0, 25.0])
+def test_a_token_that_is_all_but_certain_keeps_its_digits(certainty, entropy):
+    """Also where it shares the highest logit, or is not the predicted token."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 50, generator=generator) + 40
+    logits[:3, 7] = logits.max() + certainty
+    logits[1, 9] = logits[1, 7]
+    edges = EdgesOfChunk(torch.tensor([0, 1, 1, 2, 3]), torch.tensor([7, 7, 9, 8, 7]))
+    by_edge = torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0])
+    by_row = torch.zeros(4).index_add_(0, edges.row, by_edge)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        chunk = PlainChunk(logits.to(dtype, copy=True), Scaling(), entropy=entropy, backward=True)
+        lse = chunk.log_sum_exp()
+        logprobs, entropies = chunk.logprobs(lse, edges), chunk.entropies(lse)
+        of_entropies = (entropies, torch.ones(4, dtype=dtype)) if entropy else ()
+        gradients = ChunkGradients(by_edge.to(dtype), by_row.to(dtype), *of_entropies)
+        grad = chunk.gradient(lse, edges, gradients)
+        found.append((logprobs, entropies, grad[0], grad[1], grad[2], grad[3]))
+    exact = logits.double().requires_grad_()
+    log_p = exact.log_softmax(-1)
+    h = -(log_p.exp() * log_p).sum(-1)
+    loss = (log_p[edges] * by_edge).sum() + (h.sum() if entropy else 0.0)
+    loss.backward()
+    torch.testing.assert_close(found[1][0], log_p[edges].detach())
+    for single, double in zip(*found):
+        assert relative_error(single, double) <= 1e-6
+    for row, truth in enumerate(exact.grad):
+        assert relative_error(found[1][2 + row], truth) <= 1e-9 * (1 + 2.7**certainty)  # autograd's own 1 - p
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_few_rows_of_a_large_vocabulary_have_the_rounding_error_of_many(count):
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(16, 50_000, bias=False), torch.randn(count, 16)
+    with torch.no_grad():
+        head.weight.add_(0.1)
+    targets, rows = torch.arange(count), torch.arange(count)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        own, given = head.to(dtype), hidden.detach().to(dtype, copy=True).requires_grad_()
+        edges = Edges(rows=rows, edge_row=rows, targets=targets)
+        request = ScoreRequest(coefficients=torch.ones(count))
+        scores = score_edges(given, own, own, edges, request, fused=True, vocab_size=50_000)
+        scores.linear_loss.backward()
+        found.append(given.grad)
+    assert relative_error(*found) <= 3e-6
 
 
 def triton_chunk():
@@ -109,9 +170,9 @@ def test_a_logit_that_is_minus_infinity_has_no_share_and_no_gradient():
 
     logits = torch.tensor([[float("-inf"), 0.5, -1.0, float("-inf")]], device=DEVICE)
     expected = logits[:, 1:3].double()
-    lse, entropies = statistics(logits, 2.0, entropy=True)
+    *lse, entropies = statistics(logits, 2.0, entropy=True)
     p = (2 * expected).softmax(-1)
-    torch.testing.assert_close(lse.double(), (2 * expected).logsumexp(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sum(lse).double(), (2 * expected).logsumexp(-1), rtol=1e-6, atol=0)
     torch.testing.assert_close(entropies.double(), -(p * p.log()).sum(-1), rtol=1e-6, atol=0)
     edges = EdgesOfChunk(*torch.tensor([[0], [1]], device=DEVICE))
     ones = torch.ones(1, device=DEVICE)

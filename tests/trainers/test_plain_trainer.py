@@ -165,7 +165,8 @@ def test_an_evaluation_of_ones_own_may_read_logits(tmp_path, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_activations_that_a_hook_takes_into_the_loss_are_refused_in_words(tmp_path, monkeypatch):
+@pytest.mark.parametrize("budget", [None, 20])
+def test_activations_that_a_hook_takes_into_the_loss_are_refused_in_words(tmp_path, monkeypatch, budget):
     class Penalised(runs.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             taken: list[torch.Tensor] = []
@@ -175,6 +176,10 @@ def test_activations_that_a_hook_takes_into_the_loss_are_refused_in_words(tmp_pa
             return loss + 0.1 * sum(x.square().mean() for x in taken)
 
     monkeypatch.setattr(runs, "Trainer", Penalised)
+    if budget is not None:
+        with pytest.raises(tt.UnsupportedModel, match=r"hook <lambda> on model.layers.1.mlp .* part of the loss"):
+            train(BUILDERS["plain"], tmp_path, shared=True, steps=1, budget=budget)
+        return
     with pytest.raises(RuntimeError) as caught:
         train(BUILDERS["plain"], tmp_path, shared=True, steps=1)
     assert "forward hook keeps activations for a penalty" in caught.value.__notes__[0]

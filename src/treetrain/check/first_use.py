@@ -39,7 +39,7 @@ from treetrain.check.row_scores import scores_of_logits
 from treetrain.core.engine.deferred import gradients_aside
 from treetrain.core.engine.engine_model import EngineModel, Sharing
 from treetrain.core.engine.loss_gradients import Batch, last_states
-from treetrain.core.engine.snapshot import HOOK_FIELDS, buffers_kept, global_hooks
+from treetrain.core.engine.snapshot import HOOK_FIELDS, buffers_kept, global_hooks, hook_name, is_stock
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import Capabilities, causal_lm
 from treetrain.core.hf.tree_mode import replaced
@@ -62,8 +62,6 @@ SLICE = 255
 _REMEMBERED = 16
 """States remembered for each model. Hooks that are set anew in every step make more."""
 _ACCEPTED: "WeakKeyDictionary[nn.Module, list[_State]]" = WeakKeyDictionary()
-_STOCK = ("transformers", "torch", "peft", "treetrain", "bitsandbytes", "torchao", "accelerate", "deepspeed", "trl")
-"""Packages whose modules and attention are not a user's own."""
 
 
 class Engine(Protocol):
@@ -451,30 +449,19 @@ def _first_different(engine: Engine, rows: list[list[int]]) -> tuple[str, float]
 # ---- what to say
 
 
-def _is_stock(owner: object) -> bool:
-    """Whether a function, class or object comes with the packages that a model is made of."""
-    function = getattr(owner, "__func__", owner)  # `functools.wraps` copies the name of another module
-    module = getattr(function, "__globals__", {}).get("__name__") or getattr(owner, "__module__", None)
-    return (module or type(owner).__module__).partition(".")[0] in _STOCK
-
-
 def users_hooks(model: nn.Module, module: nn.Module | None = None) -> list[str]:
     """The hooks and forwards that users have put on a model, or on one module."""
     found, whole = [], (model, causal_lm(model))  # trainers have forwards of their own for these
     for name, each in model.named_modules() if module is None else [("", module)]:
         fields, place = vars(each), f" on {name}" if name else ""
         hooks = [hook for kind in HOOK_FIELDS for hook in fields[kind].values()]
-        found += [f"the hook {_name_of(hook)}{place}" for hook in hooks if not _is_stock(hook)]
+        found += [f"the hook {hook_name(hook)}{place}" for hook in hooks if not is_stock(hook)]
         forward = fields.get("forward")
-        if forward is not None and each not in whole and not _is_stock(forward) and "_hf_hook" not in fields:
+        if forward is not None and each not in whole and not is_stock(forward) and "_hf_hook" not in fields:
             found.append(f"a forward of its own{place}")
     if any(global_hooks()):
         found.append("PyTorch's hooks on all modules")
     return found
-
-
-def _name_of(hook: object) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
 
 
 def users_own(model: nn.Module, module: nn.Module | None = None) -> list[str]:
@@ -482,13 +469,13 @@ def users_own(model: nn.Module, module: nn.Module | None = None) -> list[str]:
     found = users_hooks(model, module)
     for name, each in model.named_modules() if module is None else [("", module)]:
         kind, place = type(each), f" on {name}" if name else ""
-        if not _is_stock(kind) and "transformers_modules" not in kind.__module__:
+        if not is_stock(kind) and "transformers_modules" not in kind.__module__:
             found.append(f"the class {kind.__qualname__}{place}")
-        elif not _is_stock(kind.forward):
+        elif not is_stock(kind.forward):
             found.append(f"another forward of the class {kind.__qualname__}")
     attention = getattr(causal_lm(model).config.get_text_config(), "_attn_implementation", None)
     function = AttentionInterface().get(attention) if attention and module is None else None
-    if function is not None and not _is_stock(function):
+    if function is not None and not is_stock(function):
         found.append(f"the attention {attention!r}")
     return list(dict.fromkeys(found))
 

@@ -13,7 +13,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.core.head.lm_head import ChunkGradients, EdgesOfChunk, HeadKernels, Moments, PlainChunk, Scaling
+from treetrain.core.head.lm_head import (
+    ChunkGradients,
+    EdgesOfChunk,
+    HeadKernels,
+    LogSumExp,
+    Moments,
+    PlainChunk,
+    Scaling,
+)
 from treetrain.core.hf.capability import LogitMap
 from treetrain.kernels.checks import CHECKED, Run, failure_of, relative_error
 from treetrain.kernels.launch import why_no_triton
@@ -34,24 +42,25 @@ class TritonChunk(PlainChunk):
         self._logits = logits
         self._entropies: Tensor | None = None
 
-    def log_sum_exp(self) -> Float[Tensor, " r"]:
-        self._lse, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
-        return self._lse
+    def log_sum_exp(self) -> LogSumExp:
+        *own, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
+        self._own = LogSumExp(*own)
+        return self._own
 
-    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
-        return self._logits[edges].float().mul_(self._factor)
+    def logprobs(self, lse: LogSumExp, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
+        scaled = self._logits[edges].float().mul_(self._factor)
+        return scaled.sub_(lse.highest[edges.row]).sub_(lse.log_total[edges.row])
 
-    def moments(self) -> "Moments":
-        return Moments.of(self._logits.float() * self._factor)
+    def moments(self, lse: LogSumExp) -> "Moments":
+        return Moments.of(self._logits.float() * self._factor, lse)
 
-    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+    def entropies(self, lse: LogSumExp) -> Float[Tensor, " r"]:
         assert self._entropies is not None, "entropies are found with the log-sum-exps"
-        beyond = lse - self._lse  # 0, or the logits of other shares of the vocabulary
+        # 0, or the logits of other shares of the vocabulary:
+        beyond = (lse.highest - self._own.highest) + (lse.log_total - self._own.log_total)
         return (-beyond).exp() * (self._entropies + beyond)
 
-    def gradient(
-        self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, gradients: ChunkGradients
-    ) -> Float[Tensor, "r V"]:
+    def gradient(self, lse: LogSumExp, edges: EdgesOfChunk, gradients: ChunkGradients) -> Float[Tensor, "r V"]:
         self._kernels.to_gradient_(self._logits, self._factor, lse, edges, *gradients)
         return self._logits
 
@@ -112,12 +121,11 @@ def _errors_of_kernels(case: str, logits: Float[Tensor, "5 V"]) -> dict[str, flo
     for kind, given in ((TritonChunk, logits.clone()), (PlainChunk, logits.double())):
         chunk = kind(given, Scaling(LogitMap(), 0.7), entropy=True, backward=True)
         lse = chunk.log_sum_exp()
-        at = chunk.at(edges)
-        entropies = chunk.entropies(lse)
+        logprobs, entropies = chunk.logprobs(lse, edges), chunk.entropies(lse)
         by_row = by_edge.new_zeros(5).index_add_(0, edges.row, by_edge)
-        gradients = ChunkGradients(*(x.to(lse.dtype) for x in (by_edge, by_row, entropies, by_entropy)))
-        results.append((lse, at, entropies, chunk.gradient(lse, edges, gradients)))
-    names = ("log-sum-exps", "scores", "entropies", "the gradient of logits")
+        gradients = ChunkGradients(*(x.to(lse.highest.dtype) for x in (by_edge, by_row, entropies, by_entropy)))
+        results.append((sum(lse), logprobs, entropies, chunk.gradient(lse, edges, gradients)))
+    names = ("log-sum-exps", "log-probabilities", "entropies", "the gradient of logits")
     end = f" ({case})" if case else ""
     return {f"{name}{end}": relative_error(*pair) for name, pair in zip(names, zip(*results))}
 

@@ -22,9 +22,10 @@ WARPS = 8
 
 @triton.jit
 def statistics_kernel(
-    logits_ptr, lse_ptr, entropy_ptr, stride, vocabulary, factor, BLOCK: tl.constexpr, ENTROPY: tl.constexpr
-):
-    """logits [r, V] -> lse [r], entropy [r]; grid (r,). Every lane keeps its own running maximum."""
+    logits_ptr, highest_ptr, log_total_ptr, entropy_ptr, stride, vocabulary, factor,
+    BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """logits [r, V] -> log-sum-exp ([r], [r]), entropy [r]; grid (r,). Every lane keeps its own running maximum."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     high = tl.zeros([BLOCK], tl.float32) - float("inf")
@@ -46,7 +47,8 @@ def statistics_kernel(
     top = tl.max(high, 0)
     share = tl.exp(high - top)
     whole = tl.sum(total * share, 0)
-    tl.store(lse_ptr + row, top + tl.log(whole))
+    tl.store(highest_ptr + row, top)
+    tl.store(log_total_ptr + row, tl.log(whole))
     if ENTROPY:  # both terms are at least 0: nothing cancels
         fallen = tl.where(high == float("-inf"), 0.0, high - top)
         tl.store(entropy_ptr + row, tl.log(whole) - tl.sum(share * (weighted + total * fallen), 0) / whole)
@@ -54,8 +56,8 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits_ptr, lse_ptr, by_row_ptr, entropy_ptr, by_entropy_ptr, first_ptr, target_ptr, by_edge_ptr, stride,
-    vocabulary, factor, BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
+    logits_ptr, highest_ptr, log_total_ptr, by_row_ptr, entropy_ptr, by_entropy_ptr, first_ptr, target_ptr,
+    by_edge_ptr, stride, vocabulary, factor, BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Overwrite logits [r, V] with their gradient; first [r + 1]: where each row's edges start; grid (r, blocks of
     V)."""
@@ -63,7 +65,7 @@ def gradient_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * stride + column
     z = tl.load(at, mask=column < vocabulary, other=float("-inf")).to(tl.float32) * factor
-    log_p = z - tl.load(lse_ptr + row)
+    log_p = (z - tl.load(highest_ptr + row)) - tl.load(log_total_ptr + row)
     p = tl.exp(log_p)
     weight = tl.load(by_row_ptr + row) + tl.zeros([BLOCK], tl.float32)
     if ENTROPY:  # d H / d z_v = -p_v (log p_v + H)
@@ -77,18 +79,19 @@ def gradient_kernel(
 
 def statistics(
     logits: Float[Tensor, "r V"], factor: float, *, entropy: bool
-) -> tuple[Float32[Tensor, " r"], Float32[Tensor, " r"] | None]:
-    """Log-sum-exps and entropies (or None) of logits times a factor above 0."""
+) -> tuple[Float32[Tensor, " r"], Float32[Tensor, " r"], Float32[Tensor, " r"] | None]:
+    """Log-sum-exps, as in `lm_head.LogSumExp`, and entropies (or None) of logits times a factor above 0."""
     count, vocabulary = logits.shape
-    lse = logits.new_empty(count, dtype=torch.float32)
-    entropies = torch.empty_like(lse) if entropy else None
+    highest, log_total = logits.new_empty(2, count, dtype=torch.float32)
+    entropies = torch.empty_like(highest) if entropy else None
     launch(
         statistics_kernel,
         (count,),
         logits,
         logits,
-        lse,
-        lse if entropies is None else entropies,
+        highest,
+        log_total,
+        highest if entropies is None else entropies,
         logits.stride(0),
         vocabulary,
         factor,
@@ -96,13 +99,13 @@ def statistics(
         ENTROPY=entropy,
         num_warps=WARPS,
     )
-    return lse, entropies
+    return highest, log_total, entropies
 
 
 def to_gradient_(
     logits: Float[Tensor, "r V"],
     factor: float,
-    lse: Float[Tensor, " r"],
+    lse: tuple[Float[Tensor, " r"], Float[Tensor, " r"]],
     edges: tuple[Int64[Tensor, " e"], Int64[Tensor, " e"]],
     by_edge: Float[Tensor, " e"],
     by_row: Float[Tensor, " r"],
@@ -116,7 +119,7 @@ def to_gradient_(
         edges: row of each, ascending, and the predicted token.
         by_edge, by_row, entropies, by_entropy: see `lm_head.ChunkGradients`.
     """
-    (row, target), (count, vocabulary) = edges, logits.shape
+    (row, target), (highest, log_total), (count, vocabulary) = edges, lse, logits.shape
     first = torch.searchsorted(row, torch.arange(count + 1, device=logits.device))
     block = _block(vocabulary)
     launch(
@@ -124,10 +127,11 @@ def to_gradient_(
         (count, triton.cdiv(vocabulary, block)),
         logits,
         logits,
-        lse.contiguous(),
+        highest.contiguous(),
+        log_total.contiguous(),
         by_row.contiguous(),
-        (lse if entropies is None else entropies).contiguous(),
-        (lse if by_entropy is None else by_entropy).contiguous(),
+        (by_row if entropies is None else entropies).contiguous(),
+        (by_row if by_entropy is None else by_entropy).contiguous(),
         first,
         target.contiguous(),
         by_edge.contiguous(),

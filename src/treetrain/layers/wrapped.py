@@ -29,6 +29,7 @@ def check_wrapped(model: nn.Module, config: PreTrainedConfig) -> None:
         )
     _check_adapter(model)
     _check_quantised(model)
+    _check_embeddings(model)
 
 
 def drops_softcap(model: PreTrainedModel) -> bool:
@@ -109,4 +110,14 @@ def check_compiled(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"{name or 'the model'} is {how}; a graph that was traced once does not follow a tree. Pass {plain}; "
                 "TreeEngine(..., compile_layers=True) compiles layers around tree attention."
+            )
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    """Refuse embeddings whose gradients depend on how often a token is in a call."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq and module.weight.requires_grad:
+            raise UnsupportedModel(
+                f"{name} ({type(module).__name__}) has scale_grad_by_freq=True: it divides gradients by how often a "
+                "token is in a call, and a tree's call has other tokens than a row's. Set it to False."
             )

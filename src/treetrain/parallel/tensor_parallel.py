@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from treetrain.core.engine.extension import Extension, ModelPass
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import RanksDisagree, UnsupportedModel
-from treetrain.core.head.lm_head import ChunkGradients, EdgesOfChunk, Moments, PlainChunk, Statistics
+from treetrain.core.head.lm_head import ChunkGradients, EdgesOfChunk, LogSumExp, Moments, PlainChunk, Statistics
 from treetrain.core.hf.capability import Capabilities, causal_lm, is_plain_linear
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.parallel.process_group import GroupRanks, is_shard, meshes_of, sharded_modules
@@ -211,27 +211,31 @@ class ShardedChunk(PlainChunk):
     def __init__(self, own: PlainChunk, vocabulary: VocabularyShard):
         self._own, self._vocabulary = own, vocabulary
 
-    def log_sum_exp(self) -> Float[Tensor, " r"]:
-        return self._vocabulary.gather(self._own.log_sum_exp()).logsumexp(0)
+    def log_sum_exp(self) -> LogSumExp:
+        every = LogSumExp(*(self._vocabulary.gather(x) for x in self._own.log_sum_exp()))
+        highest = every.highest.amax(0)
+        is_highest = every.highest == highest
+        others = (every.highest - highest + every.log_total).exp()
+        # Without the highest logits themselves, as in `LogSumExp.of`.
+        rest = torch.where(is_highest, every.log_total.expm1(), others).sum(0)
+        return LogSumExp(highest, (is_highest.sum(0) - 1 + rest).log1p())
 
-    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
+    def logprobs(self, lse: LogSumExp, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
         own, is_own = self._vocabulary.own_edges(edges)
-        return self._vocabulary.sum(self._own.at(own).where(is_own, 0.0))
+        return self._vocabulary.sum(self._own.logprobs(lse, own).where(is_own, 0.0))
 
-    def statistics(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
-        vocabulary, own = self._vocabulary, self._own.moments()
+    def statistics(self, lse: LogSumExp, edges: EdgesOfChunk) -> Statistics:
+        vocabulary, own = self._vocabulary, self._own.moments(lse)
         own = own._replace(token=own.token + vocabulary.ranks.rank * vocabulary.width)
         every = Moments(*(vocabulary.gather(x) for x in own))
         highest, rank = every.highest.max(0)
         whole = Moments(highest, every.token.gather(0, rank[None])[0], every.total.sum(0), every.squares.logsumexp(0))
         return whole.statistics(vocabulary.size, lse, edges)
 
-    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+    def entropies(self, lse: LogSumExp) -> Float[Tensor, " r"]:
         return self._vocabulary.sum(self._own.entropies(lse))
 
-    def gradient(
-        self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, gradients: ChunkGradients
-    ) -> Float[Tensor, "r V"]:
+    def gradient(self, lse: LogSumExp, edges: EdgesOfChunk, gradients: ChunkGradients) -> Float[Tensor, "r V"]:
         own, is_own = self._vocabulary.own_edges(edges)
         return self._own.gradient(lse, own, gradients._replace(by_edge=gradients.by_edge.where(is_own, 0.0)))
 

@@ -36,7 +36,7 @@ from treetrain.core.planning.cost import Beside, CostModel, ModelCounts
 from treetrain.core.planning.devices import MEMORY_MARGIN
 from treetrain.core.planning.make import PART_TOKENS, Bytes, make_plan
 from treetrain.core.planning.partition import partition
-from treetrain.core.planning.plan import Plan
+from treetrain.core.planning.plan import Plan, Purpose
 from treetrain.core.tree.layout import PackedLayout
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.core.tree.trajectory import Trajectory
@@ -531,6 +531,8 @@ class Registry:
     """Their extensions are nested in this order, the first outermost."""
     cost_of: Callable[[nn.Module], CostModel] | None = None
     """Counts what a model costs; raises UnsupportedModel for one that cannot be counted."""
+    purpose: type[Purpose] = Purpose
+    """Says what plans were made for."""
     attention: Backends = STOCK
     head: HeadKernels = PLAIN
 
@@ -565,6 +567,8 @@ class EngineModel:
         """Its settings in the latest call."""
         self._latest = Snapshot(()), self.state
         """The model as it was read last."""
+        self.hooked: list[nn.Module] = []
+        """The modules with forward hooks, as they were read last."""
         self.undrawn: list[nn.Module] = []
         """Adapters (LoHa, LoKr) that draw a random number in training mode although their dropout is 0."""
         self._cost: tuple[object, CostModel | None] = None, None
@@ -605,6 +609,7 @@ class EngineModel:
         if not snapshot.modules or not snapshot.unchanged():
             snapshot, state = Snapshot((self.model, self.value_head)), ModelState.of(self.model, self.value_head)
             self._latest = snapshot, state
+            self.hooked = [m for m in snapshot.modules if m._forward_pre_hooks or m._forward_hooks]
         return state
 
     @property
@@ -689,23 +694,25 @@ class EngineModel:
             ValueError: bytes that no plan fits into.
             UnsupportedModel: bytes, and a model that cannot be counted.
         """
+        purpose = self.registry.purpose
         if isinstance(budget, Bytes):
             if isinstance(self.beside, UnsupportedModel):
                 raise self.beside
             cost = self.cost or self.count()
             cost.check_beside(budget)
-            return make_plan(layout, cost, budget=budget)
+            return make_plan(layout, cost, budget=budget, purpose=purpose)
         cost = self.cost
         if cost is None:
             return plan_of_any_model(layout, budget, self.device)
         try:
-            return make_plan(layout, cost, budget=budget, free_bytes=self.free if budget is None else None)
+            free = self.free if budget is None else None
+            return make_plan(layout, cost, budget=budget, free_bytes=free, purpose=purpose)
         except ValueError as error:
             if budget is not None:
                 raise
             # The user set no bound and predictions can be wrong, so small parts are tried; out of memory is handled.
             warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
-            return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
+            return make_plan(layout, cost, budget=LAST_RESORT_TOKENS, purpose=purpose)
 
     def free_bytes(self) -> int:
         """Bytes that plans of this process may use now, minus gradients not yet allocated (``.grad`` is None)."""

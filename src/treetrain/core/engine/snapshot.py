@@ -18,6 +18,8 @@ from torch.nn.modules import module as _of_all_modules
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """PyTorch's own fields."""
 HOOK_FIELDS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_STOCK = ("transformers", "torch", "peft", "treetrain", "bitsandbytes", "torchao", "accelerate", "deepspeed", "trl")
+"""Packages whose modules and attention are not a user's own."""
 _COMPARED = "training", "_parameters", "_modules", *HOOK_FIELDS
 """Those among them that are compared; buffers are compared apart, since they are tensors."""
 
@@ -38,6 +40,17 @@ def global_hooks() -> tuple[dict[int, object], ...]:
         getattr(_of_all_modules, f"_global_{when}_hooks")
         for when in ("forward_pre", "forward", "backward_pre", "backward")
     )
+
+
+def is_stock(owner: object) -> bool:
+    """Whether a function, class or object comes with the packages that a model is made of."""
+    function = getattr(owner, "__func__", owner)  # `functools.wraps` copies the name of another module
+    module = getattr(function, "__globals__", {}).get("__name__") or getattr(owner, "__module__", None)
+    return (module or type(owner).__module__).partition(".")[0] in _STOCK
+
+
+def hook_name(hook: object) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
 
 
 class Snapshot:

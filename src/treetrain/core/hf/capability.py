@@ -367,7 +367,6 @@ def check_model(
         )
     if value_head is not None:
         _check_noise(value_head)
-    _check_embeddings(model)
     # Layers may have different numbers of heads; transformers then raises for `num_attention_heads`.
     if not getattr(text, "is_heterogeneous", False) and not getattr(text, "num_attention_heads", None):
         raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
@@ -433,16 +432,6 @@ def _check_noise(model: nn.Module) -> None:
                     f"{name} ({type(module).__name__}) adds noise in training mode ({what}): a shared token would get "
                     "one noise where every row has its own. Switch it off or call model.eval()."
                 )
-
-
-def _check_embeddings(model: nn.Module) -> None:
-    """Refuse embeddings whose gradients depend on how often a token is in a call."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq and module.weight.requires_grad:
-            raise UnsupportedModel(
-                f"{name} ({type(module).__name__}) has scale_grad_by_freq=True: it divides gradients by how often a "
-                "token is in a call, and a tree's call has other tokens than a row's. Set it to False."
-            )
 
 
 def _check_rotary(model: nn.Module, config: PreTrainedConfig) -> int | None:

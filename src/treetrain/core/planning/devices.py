@@ -1,7 +1,6 @@
 """Speeds, sizes and links of a device: presets with published or measured figures."""
 
 import dataclasses
-import math
 from typing import Literal, NamedTuple
 
 USABLE = {"cpu": 0.8, "cuda": 0.9}
@@ -52,20 +51,6 @@ class Device:
     twice as fast as the processor of benchmarks/results (host_time.csv)."""
     kind: Literal["cpu", "cuda"] = "cuda"
     """Sets the memory allocator that is modelled."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in ("name", "kind") or (name == "network_bandwidth" and value is None):
-                continue
-            most, least = 1 if name.endswith("efficiency") else math.inf, 0 if name.endswith("seconds") else 1e-9
-            if not isinstance(value, int | float) or not least <= value <= most or value == math.inf:
-                raise ValueError(f"device {self.name}: {name} is {value!r}, expected a number from {least} to {most}")
-        if self.kind not in DTYPE_SPEEDS or self.dtype_bytes not in (2, 4, 8) or self.node_ranks % 1:
-            raise ValueError(
-                f"device {self.name}: kind={self.kind!r}, dtype_bytes={self.dtype_bytes!r}, "
-                f"node_ranks={self.node_ranks!r}; expected {' or '.join(DTYPE_SPEEDS)}, 2, 4 or 8 bytes, whole ranks"
-            )
 
     def group(self, size: int, stride: int = 1) -> "Group":
         """A group of `size` ranks whose numbers are `stride` apart."""

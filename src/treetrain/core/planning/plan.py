@@ -10,7 +10,7 @@ holds their keys and values.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int64
@@ -72,17 +72,23 @@ class Costs(Protocol):
     def pass_seconds(self) -> float: ...
 
 
-class Purpose(Protocol):
-    """The costs and the budget that a plan was made for: `planning.make.Budgeted`."""
+@dataclass(frozen=True, kw_only=True)
+class Purpose:
+    """What a plan was made for."""
 
-    @property
-    def cost(self) -> Costs: ...
-    @property
-    def budget(self) -> int | Bytes | None: ...
-    @property
-    def tokens(self) -> int | None: ...
-    def explain(self, plan: "Plan") -> str: ...
-    def explanation(self, plan: "Plan") -> dict[str, object]: ...
+    cost: Costs
+    budget: int | Bytes | None
+    """The budget that the caller gave."""
+    tokens: int | None
+    """The budget in tokens that follows from it; None if tokens are not bounded."""
+
+    def explain(self, plan: "Plan") -> str:
+        """See `Plan.explain`; `explain.py` has the words."""
+        return f"{plan.num_parts:,} parts, {self.cost.seconds(plan):.3g} s, {Bytes(round(self.cost.peak_bytes(plan)))}"
+
+    def explanation(self, plan: "Plan") -> dict[str, Any]:
+        """See `Plan.explanation`."""
+        return {"parts": plan.num_parts, "seconds": self.cost.seconds(plan), "peak_bytes": self.cost.peak_bytes(plan)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
