@@ -120,7 +120,7 @@ class Conversation:
     """What is rendered: the conversation, or for every call what it had said in the end and its prompt."""
 
     size: int
-    """About the number of its characters."""
+    """About the number of characters of its renderings."""
 
     def __len__(self) -> int:
         return self.size
@@ -217,7 +217,7 @@ class ChatReader:
         else:
             calls = self._call_facts(messages, facts, placed, notes, only_last=only_last)
             requests = [one for turn in calls for one in renderer.call_requests(messages[: turn + 1], tools)]
-        size = len(str(messages))
+        size = len(str(messages)) * len(requests)
         return Conversation(messages=messages, tools=tools, facts=facts, calls=calls, requests=requests, size=size)
 
     def _call_facts(
@@ -537,8 +537,6 @@ class Renderer:
         self.template = chat_template_text(chat_template)
         self.source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
         self._render = _rendering(tokenizer)
-        self._ahead = Killable(partial(_apply_template, weakref.ref(tokenizer)), RENDER_BYTES)
-        """Renders the conversations of a file, while `_render` is asked for others."""
         self._renders_tools = False
         self._joins_arguments: bool | None = None
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
@@ -588,7 +586,7 @@ class Renderer:
                 _not_rendered(answer, request) if isinstance(answer, Exception) else answer
                 for answer, request in zip(answers, group)
             ]
-            for group, answers in zip(groups, self._ahead.map(RENDER_SECONDS, groups))
+            for group, answers in zip(groups, self._render.map(RENDER_SECONDS, groups))
         )
 
     def check_tools(self, messages: Sequence[Message], tools: Tools) -> None:

@@ -18,6 +18,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Generic, NoReturn, TypeVar
@@ -26,6 +27,7 @@ with contextlib.suppress(ImportError):  # not on Windows
     import resource
 
 Result = TypeVar("Result")
+Groups = Sequence[Sequence[tuple[Any, ...]]]
 _SIZE = struct.Struct("<Q")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 
@@ -63,16 +65,15 @@ class Killable(Generic[Result]):
             MemoryError: it takes more memory than it may.
             ChildError: it raised something else.
         """
-        with self._lock:
-            (answer,) = self._answers(self._ask(seconds, [[args]]), 1)
+        (answers,) = self.map(seconds, [[args]])
         try:
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+            if isinstance(answers[0], Exception):
+                raise answers[0]
+            return answers[0]
         finally:
-            del answer  # an error that its frame holds would keep the process until the next garbage collection
+            del answers  # an error that its frame holds would keep the process until the next garbage collection
 
-    def map(self, seconds: float, groups: Sequence[Sequence[tuple[Any, ...]]]) -> Iterator[list[Result | Exception]]:
+    def map(self, seconds: float, groups: Groups) -> Iterator[list[Result | Exception]]:
         """Call the function many times; the process works ahead while the results are used.
 
         Args:
@@ -84,42 +85,44 @@ class Killable(Generic[Result]):
             the group that follow are not made.
         """
         with self._lock:
-            child = self._ask(seconds, groups)
-        return self._mapped(child, seconds, groups)
+            asked = self._ask(seconds, groups)
+        return self._mapped(asked, seconds, groups)
 
-    def _mapped(
-        self, child: "_Child", seconds: float, groups: Sequence[Sequence[tuple[Any, ...]]]
-    ) -> Iterator[list[Result | Exception]]:
-        for at, group in enumerate(groups):
+    def _mapped(self, asked: "_Asked", seconds: float, groups: Groups) -> Iterator[list[Result | Exception]]:
+        for at in range(len(groups)):
             with self._lock:
-                if child is not self._child or child.owner != os.getpid():  # it was ended, or this process is a fork
-                    child = self._ask(seconds, groups[at:])
-                answers = self._answers(child, len(group))
+                if not asked.answers and (asked.child is not self._child or asked.child.owner != os.getpid()):
+                    asked = self._ask(seconds, groups[at:])  # the process was ended, or this one is a fork
+                while not asked.answers:
+                    self._read(asked.child)
+                answers = asked.answers.popleft()
             yield answers
 
-    def _ask(self, seconds: float, groups: Sequence[Sequence[tuple[Any, ...]]]) -> "_Child":
-        """Send arguments to a process that owes no answers, which is returned."""
+    def _ask(self, seconds: float, groups: Groups) -> "_Asked":
+        """Send arguments to the process, a new one if there is none."""
         data = pickle.dumps((seconds, groups), pickle.HIGHEST_PROTOCOL)
-        if self._child is None or self._child.owner != os.getpid() or self._child.owed:
-            self._end()
-            self._child = _Child(self._function, self._memory)
-        with self._ended_by_errors():
-            self._child.owed = len(groups)
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer says
-                self._child.send(data)
-        return self._child
+        # A process that waits until its answers are read does not read.
+        while (child := self._child) is not None and child.owner == os.getpid() and child.owes:
+            self._read(child)
+        if child is None or child.owner != os.getpid():
+            child = self._child = _Child(self._function, self._memory)
+        asked = _Asked(child)
+        child.owes.extend((asked, len(group)) for group in groups)
+        with self._ended_by_errors(), contextlib.suppress(BrokenPipeError):  # it has ended, as its answer will say
+            child.send(data)
+        return asked
 
-    def _answers(self, child: "_Child", count: int) -> list[Result | Exception]:
-        """The answers to one group of calls."""
-        answers: list[Result | Exception] = []
+    def _read(self, child: "_Child") -> None:
+        """Read the answers to the next group that the process owes."""
+        asked, count = child.owes.popleft()
+        answers: list[Any] = []
         with self._ended_by_errors():
             while len(answers) < count and not (answers and isinstance(answers[-1], Exception)):
                 try:
                     answers.append(child.answer())
                 except (EOFError, OSError):
                     answers.append(_reason(self._end()))
-            child.owed -= 1
-        return answers
+        asked.answers.append(answers)
 
     @contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
@@ -134,6 +137,15 @@ class Killable(Generic[Result]):
         return 0 if child is None else child.end()
 
 
+class _Asked:
+    """Groups of calls that a process was asked for together."""
+
+    def __init__(self, child: "_Child") -> None:
+        self.child = child
+        self.answers: deque[list[Any]] = deque()
+        """Those that have been read and not used."""
+
+
 def _reason(ended: int) -> Exception:
     """The error that stands for the answer of a process which a signal has ended."""
     if ended == signal.SIGALRM:
@@ -146,8 +158,8 @@ def _reason(ended: int) -> Exception:
 class _Child:
     def __init__(self, function: Callable[..., Any], memory: int) -> None:
         self.owner = os.getpid()
-        self.owed = 0
-        """Groups of calls whose answers have not been read."""
+        self.owes: deque[tuple[_Asked, int]] = deque()
+        """The groups of calls whose answers have not been read, with their sizes."""
         reading, self._asks = os.pipe()
         self._answers, writing = os.pipe()
         with _quiet_fork():
