@@ -47,7 +47,7 @@ from treetrain.data.records import (
     row_facts,
     unknown,
 )
-from treetrain.data.spans import Found, Span, find_messages, missing
+from treetrain.data.spans import Found, Span, common_start, find_messages, missing
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, expect, quoted, shortened
 
@@ -377,9 +377,7 @@ def _sampled(
 ) -> tuple[int, int]:
     """A span without what the template wrote and the model did not: an empty think block, the end of a cut turn."""
     start, end = span.start, span.end
-    thought = answer.get(renderer.reasoning_key) or "</think>" in answer["content"]
-    thought = thought and "thinking" not in found.dropped.get(span.message, ())
-    if not thought and (empty := EMPTY_THINK.match(text, start, end)):
+    if not _thinks(renderer, answer, span, found) and (empty := EMPTY_THINK.match(text, start, end)):
         notes.add("the template writes an empty think block that the log does not have; it is not trained")
         start = empty.end()
     if answer.get("cut"):
@@ -388,6 +386,12 @@ def _sampled(
     elif not renderer.ends(text[span.said : end]):
         notes.add("the template writes no special token at the end of an answer, so its end is not trained")
     return start, max(start, end)
+
+
+def _thinks(renderer: "Renderer", answer: Message, span: Span, found: Found) -> bool:
+    """Whether the rendering has the thinking of an answer."""
+    thought = answer.get(renderer.reasoning_key) or "</think>" in answer["content"]
+    return bool(thought) and "thinking" not in found.dropped.get(span.message, ())
 
 
 def _calls(
@@ -429,6 +433,8 @@ def _call(
     span = found.spans[0]._replace(end=found.spans[-1].end, said=found.spans[-1].said)
     if prompt is not None and not whole.startswith(prompt):
         notes.add("the template writes a call's prompt differently once it is answered", f"message {len(messages) - 1}")
+        if _thinks(renderer, answer, span, found) and whole.startswith(prompt.removesuffix(renderer.header)):
+            prompt = None  # it may ask for an answer without thinking, by an empty block that ends it
     texts = (whole[: span.start] if prompt is None else prompt, whole[span.start : span.end])
     start, end = _sampled(renderer, whole, answer, span, found, notes)
     moved = len(texts[0]) - span.start
@@ -553,10 +559,8 @@ class Renderer:
         self._pieces = self._piece_pattern(added)
         self._wants_parts = not self._writes_text("word")
         self._wants_parts = self._wants_parts and self._writes_text("word")
-        self.header = self._find_header()
-        """The text that the template puts before every answer; empty if it cannot be determined."""
-        self.end_of_turn = self._find_end()
-        """The special token that ends an answer of text; empty if there is none."""
+        self.header, self.end_of_turn = self._find_turn()
+        """Either is empty if there is none, or if it cannot be determined."""
 
     def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
         """Render messages; `prompt` adds the generation prompt. Raises DataError where the template raises."""
@@ -602,25 +606,38 @@ class Renderer:
 
     def _writes_text(self, text: str) -> bool:
         """Whether the template writes the text of a message."""
-        with contextlib.suppress(DataError):
-            return text in self.render([{"role": "user", "content": text}], None)
-        return False
+        return text in self._tried([{"role": "user", "content": text}])
 
-    def _find_header(self) -> str:
-        question: list[Message] = [{"role": "user", "content": "a"}]
-        try:
-            bare, prompted = self.render(question, None), self.render(question, None, prompt=True)
-        except DataError:
-            return ""
-        return prompted[len(bare) :] if prompted.startswith(bare) else ""
-
-    def _find_end(self) -> str:
+    def _find_turn(self) -> tuple[str, str]:
+        """The text that the template puts before every answer, and the special token that ends an answer of text."""
         sign = "\ue000"
-        try:
-            text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": sign}], None)
-        except DataError:
-            return ""
-        return (self.marker.findall(text.rpartition(sign)[2].removesuffix(self.header)) or [""])[-1]
+        question: Message = {"role": "user", "content": "a"}
+        answer: Message = {"role": "assistant", "content": sign}
+        bare, prompted, answered, followed = (
+            self._tried([question]),
+            self._tried([question], prompt=True),
+            self._tried([question, answer]),
+            self._tried([question, answer, question]),
+        )
+        before, _, behind = answered.rpartition(sign)
+        # Some write a header behind every conversation: what a longer one does not have there.
+        tail, longer = "", followed.rpartition(sign)[2]
+        if longer and before.startswith(bare) and not longer.startswith(behind):
+            same = common_start(behind, longer)
+            same = next((one.start() for one in self.marker.finditer(behind) if one.start() < same < one.end()), same)
+            # The header of a user may begin as that of an answer does, with the token that begins the conversation.
+            bos = getattr(self.tokenizer, "bos_token", None)
+            turn = next((marker for marker in self.marker.findall(bare) if marker != bos), "")
+            tail = behind[same - len(turn) if behind[:same].endswith(turn) else same :]
+            tail = tail if bare.endswith(tail) else ""
+        header = tail + prompted[len(bare) :] if bare and prompted.startswith(bare) else ""
+        return header, (self.marker.findall(behind.removesuffix(tail or header)) or [""])[-1]
+
+    def _tried(self, messages: list[Message], *, prompt: bool = False) -> str:
+        """The text of messages; empty if the template refuses them."""
+        with contextlib.suppress(DataError):
+            return self.render(messages, None, prompt=prompt)
+        return ""
 
     def fitted(self, messages: list[Message]) -> list[Message]:
         """The messages with thinking, and arguments of calls, in the form that the template reads."""
@@ -639,10 +656,7 @@ class Renderer:
         def written(arguments: Json) -> str:
             call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return self.render([{"role": "user", "content": "a"}, answer], None)
-            except DataError:
-                return ""
+            return self._tried([{"role": "user", "content": "a"}, answer])
 
         text, parsed = '{"a": "b"}', written({"a": "b"})
         return (not parsed or "{'a': 'b'}" in parsed) and text in written(text)
