@@ -39,18 +39,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 import treetrain as tt
 from tree_shapes import load, rows_of, synthetic
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.attention.attention import ENVIRONMENT as ATTENTION
 from treetrain.core.attention.attention import AttentionTree
 from treetrain.core.attention.reference import reference_attention
 from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.core.head import lm_head
-from treetrain.core.head.lm_head import ENVIRONMENT as HEAD
 from treetrain.core.head.lm_head import Edges, ScoreRequest, score_edges
 from treetrain.core.planning.devices import Device
 from treetrain.core.tree.layout import AttentionRange, pack
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.kernels.attention_check import failure_of_backend
 from treetrain.kernels.backends import BACKENDS, DeviceBackends, runnable
+from treetrain.kernels.backends import ENVIRONMENT as ATTENTION
+from treetrain.kernels.lm_head import ENVIRONMENT as HEAD
 from treetrain.models.work import cheapest_rows, linear_work, tree_work
 
 CUDA = torch.cuda.is_available()

@@ -539,6 +539,25 @@ def test_a_process_that_dies_or_raises_is_an_error_and_ends_with_its_owner():
         os.kill(pid, 0)
 
 
+def test_many_calls_are_made_ahead_and_one_that_fails_ends_its_group_alone():
+    made = []
+
+    def call(number):
+        if number < 0:
+            os.kill(os.getpid(), -number)
+        return 12 // number, os.getpid()
+
+    calls = Killable(call, 1 << 28)
+    groups = [[(3,), (4,)], [(1,), (0,), (2,)], [], [(6,)], [(-signal.SIGALRM,), (1,)], [(2,)]]
+    for answers in calls.map(10, groups):
+        made.append([answer if isinstance(answer, Exception) else answer[0] for answer in answers])
+        if len(made) == 1:
+            assert calls(10, 12)[0] == 1  # the process that owed the others was ended, and they are asked for again
+    assert made[0] == [4, 3] and made[2:4] == [[], [2]] and made[5] == [6]
+    assert made[1][0] == 12 and isinstance(made[1][1], ChildError) and len(made[1]) == 2
+    assert isinstance(made[4][0], TimeoutError) and len(made[4]) == 1
+
+
 def test_threads_share_a_process():
     calls = Killable(lambda number: number + 1, 1 << 28)
     with ThreadPoolExecutor(4) as pool:
@@ -560,6 +579,36 @@ def test_a_template_whose_one_operation_never_ends_is_refused_in_bounded_time(
     path = write_rows({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     with pytest.raises(DataError, match=r"line 1: the chat template takes more than 0\.3 s"):
         load(path, tokenizer=bytes_tokenizer, chat_template=template)
+
+
+def test_of_many_conversations_those_that_never_end_are_skipped_by_name(bytes_tokenizer, write_rows, monkeypatch):
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.3)
+    ends = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% if m.content == 'loop' %}"
+    template = (
+        ends + "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    texts = ["a", "loop", "b", "c", "loop", "d"]
+    rows = [{"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": "x"}]} for one in texts]
+    options = {"tokenizer": bytes_tokenizer, "chat_template": template}
+    with pytest.raises(DataError, match=r"line 2: the chat template takes more than 0\.3 s for [12] messages"):
+        load(write_rows(*rows), view="calls", **options)
+    for view in ("calls", "transcript"):
+        read = load(write_rows(*rows), view=view, on_error="skip", **options)
+        assert len(read.trajectories) == 4
+        assert [one.split(": the chat")[0].rpartition(" ")[2] for one in read.skipped] == ["2", "5"]
+
+
+@pytest.mark.parametrize("depth", [200, 600, 900])
+def test_of_many_conversations_the_one_that_is_nested_too_deeply_is_named(bytes_tokenizer, write_rows, depth):
+    def row(depth):
+        call = {"function": {"name": "f", "arguments": {"x": json.loads("[" * depth + "]" * depth)}}}
+        answer = {"role": "assistant", "content": "b", "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "a"}, answer]}
+
+    path = write_rows(row(1), row(depth), row(2))
+    read = load(path, tokenizer=bytes_tokenizer, chat_template="chatml", on_error="skip")
+    assert len(read.trajectories) + len(read.skipped) == 3 and all("line 2: " in one for one in read.skipped)
+    assert bool(read.skipped) == (depth > 500)
 
 
 def test_a_tokenizer_that_has_changed_renders_as_it_is_now(bytes_tokenizer):

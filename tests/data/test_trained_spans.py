@@ -130,6 +130,42 @@ COMMAND = (
     "{%- if add_generation_prompt and messages[-1].role != 'tool' %}"
     "{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"
 )
+# Written after axolotl's forms of Command A's template: the header of an answer stands behind every conversation, asked
+# for or not; results are turns of the system, and a call is followed by its header even before it has a result.
+ASKS_ALWAYS = (
+    "{{- bos_token + '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be kind.<|END_OF_TURN_TOKEN|>' }}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[' + m.content + ']<|END_TOOL_RESULT|>' }}"
+    "{%- elif m.role == 'user' %}{{- '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m.content }}"
+    "{%- else %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}"
+    "{%- for c in m.tool_calls or [] %}"
+    "{{- '<|START_ACTION|>' + c.function.name + (c.function.arguments | tojson) + '<|END_ACTION|>' }}"
+    "{%- else %}{{- '<|START_RESPONSE|>' + m.content + '<|END_RESPONSE|>' }}{%- endfor %}"
+    "{%- endif %}{{- '<|END_OF_TURN_TOKEN|>' }}{%- endfor %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}"
+)
+# The same, which asks for an answer with one token more, as Command A without tools.
+ASKS_MORE = ASKS_ALWAYS + "{%- if add_generation_prompt %}{{- '<|START_RESPONSE|>' }}{%- endif %}"
+# Written after axolotl's form of Gemma 4's template: results stand in the model's turn, between the calls and the text
+# of one answer, and the token that begins a result ends a call that has none. The prompt has an empty thought.
+IN_TURN = (
+    "{%- set ns = namespace(open=false) %}{{- bos_token }}{%- for m in messages if m.role != 'tool' %}"
+    "{%- set at = messages.index(m) %}{%- set after = messages[at + 1:] %}"
+    "{%- if not (m.role == 'assistant' and ns.open) %}"
+    "{{- '<|turn>' + {'assistant': 'model'}.get(m.role, m.role) + '\n' }}{%- endif %}"
+    "{%- set ns.open = m.role == 'assistant' %}"
+    "{%- if m.reasoning_content %}{{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{%- endif %}"
+    "{%- for c in m.tool_calls or [] %}"
+    "{{- '<|tool_call>call:' + c.function.name + (c.function.arguments | tojson) + '<tool_call|>' }}{%- endfor %}"
+    "{%- set results = namespace(count=0, over=not m.tool_calls) %}"
+    "{%- for r in after %}{%- if r.role != 'tool' %}{%- set results.over = true %}{%- elif not results.over %}"
+    "{%- set results.count = results.count + 1 %}"
+    "{{- '<|tool_response>response:' + r.name + '{value:' + r.content + '}<tool_response|>' }}"
+    "{%- endif %}{%- endfor %}{{- m.content | trim }}"
+    "{%- if m.tool_calls and not results.count %}{{- '<|tool_response>' }}"
+    "{%- elif not (results.count and not m.content) %}{{- '<turn|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role == 'user' %}"
+    "{{- '<|turn>model\n<|channel>thought\n<channel|>' }}{%- endif %}"
+)
 # Writes what the model says and calls, and no call without text beside it; the last answer has no end.
 NO_LAST_END = (
     "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- for c in m.tool_calls or [] %}"
@@ -163,6 +199,40 @@ def test_a_block_of_results_and_the_next_header_behind_a_call_are_not_trained(tr
         "<|START_RESPONSE|>It is sunny.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
     ]
     assert not [note for note in notes if "drops" in note]
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+@pytest.mark.parametrize("template", [ASKS_ALWAYS, ASKS_MORE])
+def test_the_header_that_the_template_writes_behind_every_conversation_is_not_trained(trained, template, view):
+    rows, _ = trained(CONVERSATIONS["a call in the middle"], template, view=view)
+    begins = "<|START_RESPONSE|>" if template == ASKS_ALWAYS else ""
+    said = [f"{begins}{text}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" for text in ("It is.", "It is sunny.", "Bye.")]
+    calls = '<|START_ACTION|>weather{"city": "Bern"}<|END_ACTION|><|END_OF_TURN_TOKEN|>'
+    assert [text for row in rows for text in row] == [said[0], calls, *said[1:]]
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+def test_the_text_of_an_answer_behind_its_results_ends_before_those_that_it_does_not_have(trained, view):
+    calls = '<|tool_call>call:weather{"city": "Bern"}<tool_call|>'
+    rows, _ = trained(CONVERSATIONS["a call in the middle"], IN_TURN, view=view)
+    assert [text for row in rows for text in row] == ["It is.<turn|>", calls, "It is sunny.<turn|>", "Bye.<turn|>"]
+    rows, _ = trained([ASKED, calling(call(city="Bern"), content="I look."), *SUNNY[2:]], IN_TURN, view=view)
+    apart = [calls, "I look.<turn|>"] if view == "transcript" else [f"{calls}I look."]
+    assert [text for row in rows for text in row] == [*apart, "It is sunny.<turn|>"]
+
+
+def test_thinking_does_not_follow_the_empty_thought_that_the_prompt_asks_with(reader):
+    made = reader(IN_TURN, view="calls")
+    answers = [said("assistant", "Sun.", reasoning_content="I know."), said("assistant", "Sun.")]
+    texts = [
+        made.settings.tokenizer.decode(row.ids)
+        for answer in answers
+        for row in made({"messages": [ASKED, answer]}, Notes())
+    ]
+    assert texts == [
+        "<bos><|turn>user\nWeather in Bern?<turn|>\n<|turn>model\n<|channel>thought\nI know.\n<channel|>Sun.<turn|>",
+        "<bos><|turn>user\nWeather in Bern?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>Sun.<turn|>",
+    ]
 
 
 @pytest.mark.parametrize("view", ["transcript", "calls"])

@@ -3,8 +3,8 @@
 Chat templates come from files, and may loop, compare or write without end. Nothing stops a thread within one call of C
 code, and no bound on what a template may build would be complete. So a template runs in a child of this process, which
 an alarm of the system ends after some time, and whose address space is limited. The child is forked: it has the
-tokenizer already, and starts in milliseconds. It is asked over a pipe, which costs some 15 microseconds, and serves
-until its owner is gone.
+tokenizer already, and starts in milliseconds. It serves until its owner is gone. It is asked over a pipe: for one call
+at a time, which both processes wait for, or for many, which it makes while its owner uses the first of them.
 
 The child only computes text: it never touches what does not survive a fork (threads of OpenMP, a GPU).
 """
@@ -18,7 +18,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
@@ -26,6 +27,7 @@ with contextlib.suppress(ImportError):  # not on Windows
     import resource
 
 Result = TypeVar("Result")
+Groups = Sequence[Sequence[tuple[Any, ...]]]
 _SIZE = struct.Struct("<Q")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 
@@ -63,33 +65,101 @@ class Killable(Generic[Result]):
             MemoryError: it takes more memory than it may.
             ChildError: it raised something else.
         """
+        (answers,) = self.map(seconds, [[args]])
+        try:
+            if isinstance(answers[0], Exception):
+                raise answers[0]
+            return answers[0]
+        finally:
+            del answers  # an error that its frame holds would keep the process until the next garbage collection
+
+    def map(self, seconds: float, groups: Groups) -> Iterator[list[Result | Exception]]:
+        """Call the function many times; the process works ahead while the results are used.
+
+        Args:
+            seconds: the time of every call.
+            groups: arguments of calls whose results are used together.
+
+        Returns:
+            for every group its results in order. Where a call fails, its error is the last of them, and the calls of
+            the group that follow are not made.
+        """
         with self._lock:
-            if self._child is None or self._child.owner != os.getpid():  # this process is a fork, too
-                self._child = _Child(self._function, self._memory)
-            try:
-                kind, value = self._child.ask((seconds, args))
-            except (EOFError, OSError) as error:
-                ended, self._child = self._child.end(), None
-                if ended == signal.SIGALRM:
-                    raise TimeoutError from error
-                if ended == signal.SIGKILL:  # the system had no memory left
-                    raise MemoryError from error
-                by = signal.Signals(ended).name if ended else "itself"
-                raise ChildError("EOFError", f"its process was ended by {by}") from error
-            except BaseException:  # Ctrl-C: the answer is still to come
-                self._child.end()
-                self._child = None
-                raise
-        if kind == "memory":
-            raise MemoryError
-        if kind == "error":
-            raise ChildError(*value)
-        return value
+            asked = self._ask(seconds, groups)
+        return self._mapped(asked, seconds, groups)
+
+    def _mapped(self, asked: "_Asked", seconds: float, groups: Groups) -> Iterator[list[Result | Exception]]:
+        for at in range(len(groups)):
+            with self._lock:
+                if not asked.answers and (asked.child is not self._child or asked.child.owner != os.getpid()):
+                    asked = self._ask(seconds, groups[at:])  # the process was ended, or this one is a fork
+                while not asked.answers:
+                    self._read(asked.child)
+                answers = asked.answers.popleft()
+            yield answers
+
+    def _ask(self, seconds: float, groups: Groups) -> "_Asked":
+        """Send arguments to the process, a new one if there is none."""
+        data = pickle.dumps((seconds, groups), pickle.HIGHEST_PROTOCOL)
+        # A process that waits until its answers are read does not read.
+        while (child := self._child) is not None and child.owner == os.getpid() and child.owes:
+            self._read(child)
+        if child is None or child.owner != os.getpid():
+            child = self._child = _Child(self._function, self._memory)
+        asked = _Asked(child)
+        child.owes.extend((asked, len(group)) for group in groups)
+        with self._ended_by_errors(), contextlib.suppress(BrokenPipeError):  # it has ended, as its answer will say
+            child.send(data)
+        return asked
+
+    def _read(self, child: "_Child") -> None:
+        """Read the answers to the next group that the process owes."""
+        asked, count = child.owes.popleft()
+        answers: list[Any] = []
+        with self._ended_by_errors():
+            while len(answers) < count and not (answers and isinstance(answers[-1], Exception)):
+                try:
+                    answers.append(child.answer())
+                except (EOFError, OSError):
+                    answers.append(_reason(self._end()))
+        asked.answers.append(answers)
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # Ctrl-C: the answer is still to come
+            self._end()
+            raise
+
+    def _end(self) -> int:
+        child, self._child = self._child, None
+        return 0 if child is None else child.end()
+
+
+class _Asked:
+    """Groups of calls that a process was asked for together."""
+
+    def __init__(self, child: "_Child") -> None:
+        self.child = child
+        self.answers: deque[list[Any]] = deque()
+        """Those that have been read and not used."""
+
+
+def _reason(ended: int) -> Exception:
+    """The error that stands for the answer of a process which a signal has ended."""
+    if ended == signal.SIGALRM:
+        return TimeoutError()
+    if ended == signal.SIGKILL:  # the system had no memory left
+        return MemoryError()
+    return ChildError("EOFError", f"its process was ended by {signal.Signals(ended).name if ended else 'itself'}")
 
 
 class _Child:
     def __init__(self, function: Callable[..., Any], memory: int) -> None:
         self.owner = os.getpid()
+        self.owes: deque[tuple[_Asked, int]] = deque()
+        """The groups of calls whose answers have not been read, with their sizes."""
         reading, self._asks = os.pipe()
         self._answers, writing = os.pipe()
         with _quiet_fork():
@@ -103,9 +173,15 @@ class _Child:
         self._file = open(self._answers, "rb")  # noqa: SIM115  # closed by _end
         self._gone = weakref.finalize(self, _end, self.owner, self._pid, self._asks, self._file)
 
-    def ask(self, question: object) -> tuple[str, Any]:
-        _send(self._asks, question)
-        return _receive(self._file)
+    def send(self, data: bytes) -> None:
+        _send(self._asks, data)
+
+    def answer(self) -> Any:
+        """What the next call returned, or an exception in place of what it raised."""
+        is_value, value = _receive(self._file)
+        if is_value:
+            return value
+        return MemoryError() if value is None else ChildError(*value)
 
     def end(self) -> int:
         """Kill the process; returns the signal that had ended it, or 0."""
@@ -141,16 +217,20 @@ def _serve(function: Callable[..., Any], memory: int, reading: int, writing: int
             resource.setrlimit(resource.RLIMIT_AS, (min([most, *bounds]), hard))
         with open(reading, "rb") as file:
             while True:
-                seconds, args = _receive(file)
-                signal.setitimer(signal.ITIMER_REAL, seconds)
-                try:
-                    answer = "value", function(*args)
-                except MemoryError:
-                    answer = "memory", None
-                except BaseException as error:
-                    answer = "error", (type(error).__name__, str(error))
-                _send(writing, answer)
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                seconds, groups = _receive(file)
+                for group in groups:
+                    for args in group:
+                        signal.setitimer(signal.ITIMER_REAL, seconds)
+                        try:
+                            answer = True, function(*args)
+                        except MemoryError:
+                            answer = False, None
+                        except BaseException as error:
+                            answer = False, (type(error).__name__, str(error))
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        _send(writing, pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+                        if not answer[0]:
+                            break
     finally:
         os._exit(0)  # nothing of the parent's is flushed or cleaned up a second time
 
@@ -169,8 +249,7 @@ def _quiet_fork() -> Iterator[None]:
             del os.environ[PARALLELISM]
 
 
-def _send(handle: int, value: object) -> None:
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+def _send(handle: int, data: bytes) -> None:
     view = memoryview(_SIZE.pack(len(data)) + data)
     while view:
         view = view[os.write(handle, view) :]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from treetrain.core.errors import DataError, expect, nearest, quoted, shortened
 from treetrain.core.tree.trajectory import Trajectory
-from treetrain.logs.chat import IMAGE_KEYS, ChatReader, ChatRow
+from treetrain.logs.chat import IMAGE_KEYS, ChatReader, ChatRow, Conversation
 from treetrain.logs.files import read_records
 from treetrain.logs.formats import FORMATS
 from treetrain.logs.formats.conversations import has_failed
@@ -47,8 +47,9 @@ PAGE_KEYS = {"data", "meta", "next_cursor", "nextCursor", "object", "has_more", 
 UNREAD_MEDIA = ("audios", "audio", "videos", "video")
 MASKED = "mask_sample"
 """NeMo Gym's key of a rollout that is not to be trained."""
-TOKENISED_TOGETHER = 1 << 20
-"""Characters and tokens of rows that are tokenised in one call."""
+TOO_DEEP = "the record is nested too deeply to be read"
+READ_TOGETHER = 1 << 20
+"""Characters of conversations that are rendered together, and of texts that are tokenised in one call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,8 +292,20 @@ def _mapped(record: Record, map: Mapping[str, str], notes: Notes) -> Record:
     return changed
 
 
-_Found = tuple[str, Sequence[Trajectory | ChatRow] | DataError, tuple[str, ...]]
-"""The place of a record, its rows or what is wrong with it, and the remarks on it."""
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """What was read of a record."""
+
+    place: str
+    rows: Sequence[Trajectory | ChatRow | Conversation] | DataError
+    """Its rows, or what is wrong with it."""
+    remarks: list[str] | None
+    """The remarks on it, if they are heard."""
+    masks: str
+    """Where its loss weights come from."""
+
+    def __len__(self) -> int:
+        return 0 if isinstance(self.rows, DataError) else sum(map(len, self.rows))
 
 
 @dataclasses.dataclass
@@ -371,7 +384,7 @@ class _Reading:
             notes.add("the rows are token ids already: view, train, chat template and tools have no effect", None)
 
     def _made(self, records: Records) -> Iterator[Trajectory]:
-        """The trajectories of records; texts of many are tokenised in one call."""
+        """The trajectories of records; many conversations are rendered and tokenised together."""
         pending: list[_Found] = []
         size = 0
         for self.records, (place, record) in enumerate(records, 1):
@@ -379,44 +392,82 @@ class _Reading:
             self.notes.record = None if self.hear is None else []
             if self.notes.apart:
                 self.notes.clear()
-            found = record if isinstance(record, DataError) else self._rows(record)
+            rows = record if isinstance(record, DataError) else self._rows(record)
             if self.notes.apart and self.notes.masks:
                 self.notes.add(f"what is trained: {self.notes.masks}")
-            pending.append((place, found, self._remarks()))
-            size += 0 if isinstance(found, DataError) else sum(map(len, found))
-            if size > TOKENISED_TOGETHER or isinstance(found, DataError) or self.notes.apart:
-                yield from self._tokenised(pending)
+            found = _Found(place, rows, self.notes.record, self.notes.masks)
+            pending.append(found)
+            size += len(found)
+            if size > READ_TOGETHER or isinstance(rows, DataError) or self.notes.apart:
+                yield from self._rendered(pending)
                 pending, size = [], 0
-        yield from self._tokenised(pending)
+        yield from self._rendered(pending)
 
-    def _remarks(self) -> tuple[str, ...]:
-        """The remarks on the current record, if somebody hears them."""
-        if self.notes.record is None:
-            return ()
-        masks = [f"what is trained: {self.notes.masks}"] if self.notes.masks else []
-        return tuple(dict.fromkeys([*self.notes.record, *masks]))
+    def _rendered(self, pending: list[_Found]) -> Iterator[Trajectory]:
+        """The trajectories of records, whose conversations are rendered while their rows are made."""
+        asked = [
+            [request for row in found.rows if isinstance(row, Conversation) for request in row.requests]
+            for found in pending
+            if not isinstance(found.rows, DataError)
+        ]
+        try:
+            texts = self.chat.renderer.render_ahead(asked) if any(asked) else iter([[] for _ in asked])
+        except RecursionError:  # one of them is nested too deeply to be sent
+            if len(pending) > 1:
+                yield from chain.from_iterable(self._rendered([found]) for found in pending)
+                return
+            texts = iter([[DataError(TOO_DEEP)]])
+        ready: list[_Found] = []
+        size = 0
+        for found in pending:
+            if not isinstance(found.rows, DataError):
+                self._resume(found)
+                try:
+                    found.rows = list(self._with_texts(found.rows, iter(next(texts))))
+                    self.made += len(found.rows)
+                except DataError as error:
+                    found.rows = error
+                except RecursionError:
+                    found.rows = DataError(TOO_DEEP)
+            ready.append(found)
+            size += len(found)
+            if size > READ_TOGETHER or isinstance(found.rows, DataError):
+                yield from self._tokenised(ready)
+                ready, size = [], 0
+        yield from self._tokenised(ready)
+
+    def _with_texts(
+        self, rows: Iterable[Trajectory | ChatRow | Conversation], texts: Iterator[str | DataError]
+    ) -> Iterator[Trajectory | ChatRow]:
+        for row in rows:
+            yield from self.chat.rows(row, texts, self.notes) if isinstance(row, Conversation) else [row]
+
+    def _resume(self, found: _Found) -> None:
+        """Let remarks be those on this record again."""
+        self.notes.place, self.notes.record = found.place, found.remarks
 
     def _tokenised(self, pending: list[_Found]) -> Iterator[Trajectory]:
         """The trajectories of rows; errors are raised or listed in the order of the records."""
-        rows = (row for _, rows, _ in pending if not isinstance(rows, DataError) for row in rows)
+        rows = (row for found in pending if not isinstance(found.rows, DataError) for row in found.rows)
         if texts := [row for row in rows if isinstance(row, ChatRow)]:
             self.chat.renderer.encode_ahead(texts)
-        for place, found, remarks in pending:
+        for found in pending:
+            self._resume(found)
             try:
-                if isinstance(found, DataError):
-                    raise found
-                self.notes.place = place
-                made = [self._trajectory(row) for row in found]
+                if isinstance(found.rows, DataError):
+                    raise found.rows
+                made = [self._trajectory(row) for row in found.rows]
                 for trajectory in made:
                     self._check(trajectory)
             except DataError as error:
-                message = str(error) if place in str(error) else f"{place}: {error}"
+                message = str(error) if found.place in str(error) else f"{found.place}: {error}"
                 if self.on_error == "stop":
                     raise DataError(message) from error
                 self.skipped.append(message)
             else:
                 if self.hear is not None:
-                    self.hear(remarks)
+                    masks = [f"what is trained: {found.masks}"] if found.masks else []
+                    self.hear(tuple(dict.fromkeys([*(found.remarks or ()), *masks])))
                 yield from made
 
     def _trajectory(self, row: Trajectory | ChatRow) -> Trajectory:
@@ -435,10 +486,10 @@ class _Reading:
                 "rows are never cut or dropped for you: shorten it, take it out, or use a longer model"
             )
 
-    def _rows(self, record: Record) -> list[Trajectory | ChatRow] | DataError:
+    def _rows(self, record: Record) -> list[Trajectory | ChatRow | Conversation] | DataError:
         """The rows of a record, or what is wrong with it."""
         self.first = self.first if self.first[1] else (self.notes.place, record)
-        made: list[Trajectory | ChatRow] = []
+        made: list[Trajectory | ChatRow | Conversation] = []
         mapped = _mapped(record, self.map, self.notes)
         # The rows of this format are the records, whose keys are checked there.
         tracked = None if self.kind.name == "tokens" else TrackedRecord(mapped)
@@ -457,7 +508,7 @@ class _Reading:
                     if self.kind.name != "tokens" and token_row.loss_weights is not None:  # the keys are ours
                         self.notes.masks = "the tokens of the answers, as the log has them"
                 else:
-                    made += self.chat.rows(row, self.notes)
+                    made.append(self.chat.prepared(row, self.notes))
             if tracked is not None:
                 unread = tracked.unread()
                 if self.kind.session:
@@ -466,8 +517,7 @@ class _Reading:
         except DataError as error:
             return error
         except RecursionError:
-            return DataError("the record is nested too deeply to be read")
-        self.made += len(made)
+            return DataError(TOO_DEEP)
         return made
 
     def _is_wanted(self, row: Record, record: Record) -> bool:

@@ -343,7 +343,7 @@ def _opening(
         cut = len(asked)
         if not written.startswith(asked):
             # The template asks for an answer otherwise than it writes it: cut behind a space or a special token.
-            cut = _common_start(written, asked)
+            cut = common_start(written, asked)
             ends = [one.end() for one in re.finditer(rf"{template.marker.pattern}|\s", written)]
             cut = max([0, *(end for end in (*ends, len(written)) if end <= cut)])
     else:
@@ -368,7 +368,7 @@ def _closing(template: Template, marked: _Marked, tools: Tools, last: Place, aft
     if after is not None:
         alone = _written_after(template, marked, ended, tools, last.number)
         first = alone is None  # some refuse a call without its result
-        same = len(written) if alone is None else _common_start(written, alone)
+        same = len(written) if alone is None else common_start(written, alone)
     end = next((one.end() for one in markers if one[0] == template.end_of_turn and one.end() <= same), None)
     if end is None and "tool_calls" in ended[-1]:
         results = _before_results(template, marked, ended, tools, last)
@@ -409,14 +409,22 @@ def _before_results(template: Template, marked: _Marked, ended: list[Message], t
     result = {"role": "tool", "content": f"{marked.sign}{number:0{DIGITS}d}", "name": call["function"]["name"]}
     result |= {"tool_call_id": call["id"]} if "id" in call else {}
     pieces = _pieces(template, marked, [*ended, result, result], tools)
-    at = next((at for at in range(1, len(pieces) - 2, 2) if int(pieces[at]) == last.number), None)
-    if at is None:
+    results = [at for at in range(1, len(pieces), 2) if int(pieces[at]) == number]
+    if len(results) < 2:
         return len(written)
-    again = max(one for one in range(1, len(pieces), 2) if pieces[one] == pieces[at + 2])
-    begins = len(pieces[at + 1]) - _common_start(pieces[at + 1][::-1], pieces[again - 1][::-1])
-    found = template.marker.finditer(pieces[at + 1])
-    begins = next((one.end() for one in found if one.start() < begins < one.end()), begins)
-    return begins if written.startswith(pieces[at + 1][:begins]) else len(written)
+    # Beside its content a result may have the name of the call, which has a mark, too.
+    first = 2 * results[0] - results[-1] + 2
+    if first < 1:
+        return len(written)
+    before, between = pieces[first - 1], pieces[results[0] + 1]
+    begins = len(before) - common_start(before[::-1], between[::-1])
+    inside = (one.end() for one in template.marker.finditer(before) if one.start() < begins < one.end())
+    begins = next(inside, begins)
+    if first > 1 and int(pieces[first - 2]) == last.number:
+        return begins if written.startswith(before[:begins]) else len(written)
+    # The template writes results in front of the last value. A result that is not there yet may begin behind it.
+    starts = (at for at in range(len(written)) if before.startswith(written[at:], begins))
+    return next(starts, len(written))
 
 
 def _keep(known: dict[Any, Any], key: object, value: object) -> None:
@@ -426,6 +434,6 @@ def _keep(known: dict[Any, Any], key: object, value: object) -> None:
     known[key] = value
 
 
-def _common_start(one: str, other: str) -> int:
+def common_start(one: str, other: str) -> int:
     codes = (np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) for text in (one, other))
     return common_prefix(*codes)
