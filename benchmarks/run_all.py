@@ -22,7 +22,15 @@ NEEDS_DATA = (
     "trainers.py",
 )
 PAGE = "page.py"
-OTHERS = (Path(__file__).name, PAGE, "smoke.py", "quarter_hour.py", "gpu_table.py", "gpu_training.py")
+OTHERS = (
+    Path(__file__).name,
+    PAGE,
+    "check_commits.py",
+    "smoke.py",
+    "quarter_hour.py",
+    "gpu_table.py",
+    "gpu_training.py",
+)
 """Scripts that append no rows for the page, and those for a GPU."""
 
 
