@@ -330,8 +330,7 @@ SECTIONS = (
     Section(
         "Inspecting",
         "`treetrain inspect --html` on a JSONL file of token rows, in one process on a busy machine. Figures are "
-        "of a sample of whole groups; those of 100,000 rows were exact then. The 200,000 rows "
-        "are two random tokens each.",
+        "of a sample of whole groups. The 200,000 rows are two random tokens each.",
         "inspect_scale.csv",
         ("rows",),
         {
