@@ -22,6 +22,7 @@ Row = dict[str, str]
 Cell = str | Callable[[Row], str]
 """The name of a column, or a function of the row."""
 NAMES = {
+    "tau_airline_think": "tool agent, think blocks dropped",
     "tau_airline_calls": "tool agent, one row per LLM call",
     "tot_game24": "search trees, short and bushy",
     "codet_humaneval": "sampled answers to two prompts",
