@@ -378,7 +378,7 @@ SECTIONS = (
         "Lost sharing",
         "Causes planted in conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, "
         "and the ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations "
-        "without it. `benchmarks/lost_sharing.py --pairs` plants every two of them together.",
+        "without it. The script can also plant every two of them together.",
         "lost_sharing.csv",
         ("planted",),
         {
