@@ -9,8 +9,8 @@ greedy decoding on held-out problems, whose stories tell of other things than th
 
 A run that was stopped goes on: models and checkpoints are in runs/calculator, and a run with its row of this commit is
 left out. results/calculator.csv has a row for every step, results/calculator_accuracy.csv one for every run,
-results/calculator_texts.jsonl what the models wrote about three held-out problems; docs/images/calculator.png shows the
-first.
+results/calculator_texts.jsonl what the models wrote about three held-out problems. docs/images/calculator.png and
+docs/convergence.md show them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 STEPS, FINAL = "calculator", "calculator_accuracy"
 TEXTS = result_rows.RESULTS / "calculator_texts.jsonl"
-PICTURE = ROOT / "docs" / "images" / "calculator.png"
+PICTURE, DOCS = ROOT / "docs" / "images" / "calculator.png", ROOT / "docs" / "convergence.md"
 RUNS = Path("runs/calculator")
 ARMS = {"alone": False, "shared": True}
 """TRL by itself, and with `tt.share_prefixes`."""
@@ -151,6 +151,55 @@ def draw(window: int = 5) -> None:
     print(PICTURE)
 
 
+# ---- Page
+
+
+def tables() -> str:
+    """Accuracy and seconds of every run, and what the first seed's models wrote about the problems that are shown."""
+    finals = {(row["phase"], row["arm"], row["seed"]): row for row in last_rows(FINAL, "phase", "arm", "seed")}
+    start = finals["pretrained", "", "0"]
+    lines = [
+        f"Pretrained: {_share(start)} of {start['problems']} held-out problems.",
+        "",
+        "| | seed | without: held-out | with: held-out | without, s | with, s | ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    runs = {(phase, seed) for phase, _, seed in finals if phase != "pretrained"}
+    for phase, seed in sorted(runs, key=lambda run: (run[0] != "sft", run[1])):
+        pair = [finals.get((phase, arm, seed)) for arm in ARMS]
+        if None not in pair:
+            seconds = [float(row["seconds"]) for row in pair]
+            lines.append(
+                f"| {phase.upper()} | {seed} | {_share(pair[0])} | {_share(pair[1])} | {seconds[0]:,.0f} | "
+                f"{seconds[1]:,.0f} | {seconds[0] / seconds[1]:.1f} |"
+            )
+    texts = {}
+    for line in TEXTS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["seed"] == 0 and row["arm"] != "alone":
+            texts[row["question"], row["phase"]] = row["said"].replace("<|im_end|>", "").replace("<|im_start|>", "")
+    for (question, phase), said in texts.items():
+        if phase == "pretrained":
+            lines += ["", f"*{question}*", "", "```text"]
+            for name in ("pretrained", "sft", "grpo"):
+                lines.append(f"--- {name}\n{texts.get((question, name), said).strip()}")
+            lines.append("```")
+    machine = f"{start['machine']}; commits {', '.join(sorted({row['commit'] for row in finals.values()}))}"
+    return "\n".join([*lines, "", machine, ""])
+
+
+def _share(row: dict[str, str]) -> str:
+    return f"{100 * float(row['accuracy']):.0f}%"
+
+
+def write_page() -> None:
+    """Put the tables between the marks of the page."""
+    before, begin, rest = DOCS.read_text(encoding="utf-8").partition("<!-- calculator.py -->\n")
+    if begin:
+        after = rest.partition("<!-- end of calculator.py -->")[2]
+        DOCS.write_text(f"{before}{begin}{tables()}<!-- end of calculator.py -->{after}", encoding="utf-8")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -162,3 +211,4 @@ if __name__ == "__main__":
     if not options.picture_only:
         measure(options.seeds, options.sft_steps, options.steps, options.test)
     draw()
+    write_page()

@@ -16,7 +16,13 @@ import sys
 import page
 import rows as result_rows
 
-WORKS = ("search trees", "sampled answers", "tool agent, think blocks dropped", "tool agent, calls extend calls")
+WORKS = (
+    "search trees",
+    "sampled answers",
+    "tool agent, think blocks dropped",
+    "tool agent, calls extend calls",
+    "nothing shared (control)",
+)
 """Those of rivals.py."""
 
 

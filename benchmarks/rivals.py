@@ -53,10 +53,11 @@ WORKS = {
     "sampled answers": ("codet_humaneval", 48),
     "tool agent, think blocks dropped": ("tau_airline_think_48", 9),
     "tool agent, calls extend calls": ("tau_airline_calls_48", 9),
+    "nothing shared (control)": ("unrelated", 16),
 }
 """A shape, and how many of its rows: leaves of six search trees, answers to a prompt, calls of two conversations.
 
-Of the last 9 calls, 7 are prefixes of others, which need no tree to be trained once."""
+Of the calls that extend calls, 7 of 9 are prefixes of others, which need no tree to be trained once."""
 PACKED = 4096
 """Tokens of a pass of the rivals that run rows, or groups of rows."""
 
