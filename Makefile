@@ -32,7 +32,7 @@ help:
 	@echo "make demo          train the built-in model on branching data, as a tree and linearly; a table and a page"
 	@echo "make test          lint, types and all tests but the slow ones"
 	@echo "make test-full     lint, types and all tests"
-	@echo "make lint, types   ruff; pyright"
+	@echo "make lint, types   ruff, commits of benchmark rows; pyright"
 	@echo "make golden        losses and gradient norms of five small trainings; write them anew, say what changed"
 	@echo "make docs          the docs as a site in site/; a warning is an error"
 	@echo "make tutorial      run docs/tutorial.md and compare what it prints with the page"
@@ -143,6 +143,7 @@ bench-smoke: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) benchmarks/check_commits.py
 
 # Larger young generations of node's garbage collector save a tenth of pyright's time.
 types: $(READY)

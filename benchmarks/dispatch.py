@@ -20,10 +20,11 @@ import numpy as np
 import rows as result_rows
 import treetrain as tt
 from planning import PRICES, batches
+from tree_shapes import codet_rows
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.parallel.balance import PASS_TOKENS, dispatch
-from workloads import DATA, _codet_rows, tokenizer
+from workloads import DATA, tokenizer
 
 RANKS = (2, 4, 8, 16, 64)
 REPEATS = 5
@@ -38,7 +39,7 @@ def tau_airline_calls() -> list[tt.Trajectory]:
 
 def codet_humaneval() -> list[tt.Trajectory]:
     """All 16,400 samples; samples trained."""
-    return [row for number in range(164) for row in _codet_rows(number)]
+    return [row for number in range(164) for row in codet_rows(number)]
 
 
 FILES: dict[str, Callable[[], list[tt.Trajectory]]] = {

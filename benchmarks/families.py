@@ -1,8 +1,8 @@
 """Measured speed-up of a tree over the best linear baseline, against the FLOP-ideal, for families that are not dense.
 
-Run: python benchmarks/families.py [model ...] [--workload tau_airline_calls] [--repeats 3] [--trial 4]
+Run: python benchmarks/families.py [model ...] [--workload tau_airline_think] [--repeats 5] [--trial 4]
 
-Forward and backward of SFT, float32, as in cpu_efficiency.py, on small random models of the real classes: a mixture of
+Forward and backward of SFT, float32, on small random models of the real classes: a mixture of
 experts shaped like Qwen3-MoE, a hybrid of gated delta and attention layers shaped like Qwen3.5, and a hybrid of Mamba-2
 and attention layers shaped like Granite 4. All linear
 baselines (packed and padded, two sizes each) run on every fourth row; the fastest and the tree then alternate on all
@@ -93,16 +93,14 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     import torch
 
     from treetrain.check.bench import bench
-    from treetrain.losses import sft
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows.keep_memory()
     torch.manual_seed(0)
     model = MODELS[name]()
     tasks = load_workload(workload)
-    loss = sft()  # given, so that the baselines train every row by itself
-    tried = bench(model, tasks[::trial], loss=loss, repeats=1)  # a round of all takes minutes
-    report = bench(model, tasks, loss=loss, repeats=repeats, baselines=[tried.baseline])
+    tried = bench(model, tasks[::trial], repeats=1)  # a round of all takes minutes
+    report = bench(model, tasks, repeats=repeats, baselines=[tried.baseline])
     row = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -118,7 +116,7 @@ if __name__ == "__main__":
         MODELS,
         measure,
         __doc__,
-        workload={"default": "tau_airline_calls", "choices": WORKLOADS},
-        repeats=rows.count(3),
+        workload={"default": "tau_airline_think", "choices": WORKLOADS},
+        repeats=rows.count(5),
         trial={"type": int, "default": 4, "help": "baselines are tried on every so many-th row; 1: on all"},
     )

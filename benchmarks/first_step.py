@@ -3,7 +3,7 @@
 Run: python benchmarks/first_step.py [case ...] [--dry-run]
 
 Each case is one optimizer step of a trainer in a fresh process, with plain SGD, which holds no state. It has many
-tokens on the 30M model of cpu_efficiency.py ("long rows", without a budget and under one), or few on a model of 162M,
+tokens on the 30M model of workloads.py ("long rows", without a budget and under one), or few on a model of 162M,
 so that gradients are most of its memory. Peaks are of the process's resident memory above what it held before the step,
 so without the weights. The C library returns freed blocks at once here, so that this is the memory in use. Rows are
 appended to results/first_step.csv.

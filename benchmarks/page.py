@@ -1,6 +1,6 @@
-"""Write BENCHMARKS.md from the rows in benchmarks/results.
+"""Write BENCHMARKS.md, and the table of the README, from the rows in benchmarks/results.
 
-Run: python benchmarks/page.py [--check]. With --check nothing is written; exit code 1 if the page is out of date.
+Run: python benchmarks/page.py [--check]. With --check nothing is written; exit code 1 if a page is out of date.
 """
 
 # ruff: noqa: E402
@@ -17,11 +17,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_table
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "BENCHMARKS.md"
+RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "BENCHMARKS.md", ROOT / "README.md"
 Row = dict[str, str]
 Cell = str | Callable[[Row], str]
 """The name of a column, or a function of the row."""
 NAMES = {
+    "tau_airline_think": "tool agent, think blocks dropped",
     "tau_airline_calls": "tool agent, one row per LLM call",
     "tot_game24": "search trees, short and bushy",
     "codet_humaneval": "sampled answers to two prompts",
@@ -86,7 +87,60 @@ SPEED: dict[str, Cell] = {
     "measured": "speedup",
     "efficiency": bold_efficiency,
 }
+
+
+def spread(row: Row) -> str:
+    """A measured speed-up with the least and the greatest of its rounds."""
+    return f"**{number(row['speedup'])}** ({number(row['speedup_min'])} to {number(row['speedup_max'])})"
+
+
+HEADLINE = Section(
+    "Headline",
+    "A training step (forward and backward of SFT, float32) of a Qwen3-shaped model of 30M parameters as a tree, "
+    "against the fastest run without one: rows that another row extends are merged into it, the others packed or "
+    "padded. Medians over the rounds, with the least and the greatest. An efficiency above 1 comes from passes: "
+    "those of a tree hold more rows, and longer passes cost less a token (see *Passes*). "
+    "`python benchmarks/headline.py` measures it again.",
+    "headline.csv",
+    ("work",),
+    {
+        "work": "work",
+        "rows: all, merged": lambda row: f"{row['rows']}, {row['merged_rows']}",
+        "tokens: rows, merged, tree": lambda row: ", ".join(
+            number(row[f"{which}_tokens"]) for which in ("flat", "merged", "unique")
+        ),
+        "times as fast": spread,
+        "FLOPs allow": "ideal",
+        "efficiency": "efficiency",
+        "against every row by itself": "each_row_speedup",
+        "rounds": "rounds",
+    },
+)
+RIVALS = Section(
+    "Rivals",
+    "Other ways to share prefixes, each written in `benchmarks/rivals.py` from its public description in its simplest "
+    "right form, on the same rows and model, taking turns in one process. *Rows* is the baseline of the table above, "
+    "packed; *segments* is depth-first execution by segments against a cache of keys and values (the form of "
+    "AReaL-DTA), made for long segments; *prefix groups* share prefixes of depth one (the form of PrefixGrouper). "
+    "Memory is what a step adds; the error is that of the gradients against every row by itself in float64.",
+    "rivals.csv",
+    ("work", "rival"),
+    {
+        "work": "work",
+        "rival": "rival",
+        "seconds": lambda row: (
+            f"{number(row['seconds'])} ({number(row['seconds_min'])} to {number(row['seconds_max'])})"
+        ),
+        "times as fast as rows": spread,
+        "FLOPs allow a tree": "ideal",
+        "memory, MB": "peak_mb",
+        "error": "gradient_error",
+        "rounds": "rounds",
+    },
+)
 SECTIONS = (
+    HEADLINE,
+    RIVALS,
     Section(
         "Speed",
         "SFT on a Qwen3-shaped model of 30M parameters, float32, the whole tree in one part.",
@@ -277,8 +331,7 @@ SECTIONS = (
     Section(
         "Inspecting",
         "`treetrain inspect --html` on a JSONL file of token rows, in one process on a busy machine. Figures are "
-        "of a sample of whole groups; those of 100,000 rows were exact then. The 200,000 rows "
-        "are two random tokens each.",
+        "of a sample of whole groups. The 200,000 rows are two random tokens each.",
         "inspect_scale.csv",
         ("rows",),
         {
@@ -325,7 +378,7 @@ SECTIONS = (
         "Lost sharing",
         "Causes planted in conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, "
         "and the ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations "
-        "without it. Every two of them together are in results/lost_sharing_pairs.csv.",
+        "without it. The script can also plant every two of them together.",
         "lost_sharing.csv",
         ("planted",),
         {
@@ -413,13 +466,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write BENCHMARKS.md from the rows.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if out of date")
     check = parser.parse_args().check
-    text = generated(RESULTS)
-    current = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
-    if check and text != current:
-        print("BENCHMARKS.md is out of date: run python benchmarks/page.py")
-    elif not check:
-        PAGE.write_text(text, encoding="utf-8")
-    return int(check and text != current)
+    stale = False
+    for path, text in ((PAGE, generated(RESULTS)), (README, readme(RESULTS))):
+        if text == (path.read_text(encoding="utf-8") if path.is_file() else ""):
+            continue
+        stale = True
+        if check:
+            print(f"{path.name} is out of date: run python benchmarks/page.py")
+        else:
+            path.write_text(text, encoding="utf-8")
+    return int(check and stale)
+
+
+def headline(results: Path) -> str:
+    """The table of the README, and the machine and commits of its rows."""
+    rows = latest(results / HEADLINE.file, HEADLINE.key)
+    machines, commits = (", ".join(sorted({row[column] for row in rows})) for column in ("machine", "commit"))
+    return f"{table(HEADLINE, rows)}\n\n{machines}; commit {commits}" if rows else ""
+
+
+def readme(results: Path) -> str:
+    """The README with the table of `headline.py` between its two marks."""
+    begin, end = "<!-- headline.py -->\n", "<!-- end of headline.py -->"
+    before, _, rest = README.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}{headline(results)}\n{end}{after}" if after else before
 
 
 def generated(results: Path) -> str:

@@ -5,7 +5,7 @@
    on a busy machine). Rows go to results/planning.csv.
 2. The trained work of the tasks of workloads.py at two budgets: the larger of a quarter of the tree and its longest
    path, and half the longest path. Predicted, not measured: parts, recomputed tokens and the least possible, seconds
-   and those of the same work without extra passes. Rows go to results/plans.csv; skipped without the data.
+   and those of the same work without extra passes. Rows go to results/plans.csv.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from treetrain.core.planning.plan import heights
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.shapes import ModelShape, make_plan
-from workloads import DATA, VOCAB, WORKLOADS, load_workload
+from workloads import VOCAB, WORKLOADS, load_workload
 
 REPEATS = 5
 ROWS, LENGTH = 65_536, 64
@@ -114,9 +114,6 @@ def main() -> None:
         for budget in BUDGETS:
             row = {"rows": name, "budget": budget or "none"} | timed(rows, budget, arguments.repeats)
             result_rows.report("planning", row, dry_run=arguments.dry_run)
-    if not DATA.is_dir():
-        print(f"the tasks of workloads.py are left out: {DATA} is not there; set TREETRAIN_SHARED_DATA")
-        return
     for name in WORKLOADS:
         for row in planned(name):
             result_rows.report("plans", row, dry_run=arguments.dry_run)

@@ -1,6 +1,7 @@
 """Other ways to train on rows that share prefixes, beside this library, on the same rows and model, in one process.
 
-Run: python benchmarks/rivals.py [work ...] [--repeats 5] [--layers 14] [--dry-run]
+Run: python benchmarks/rivals.py [work ...] [--repeats 5] [--layers 14] [--dry-run]. Half an hour on two quiet cores; a
+work that has its rows at this commit is left out, so a run that was stopped goes on where it was.
 
 Each rival is written here from its paper or its public description, in its simplest right form, on an unmodified
 Hugging Face model whose attention function is replaced through transformers' own interface:
@@ -19,7 +20,7 @@ Hugging Face model whose attention function is replaced through transformers' ow
 
 Time is of forward and backward of SFT, medians over rounds in which all take turns; memory is the peak of a step in a
 process of its own; the error is that of the gradients against every row by itself in float64. Rows are appended to
-results/rivals.csv. Trees have the shapes of real trajectories (benchmarks/shapes).
+results/rivals.csv. Trees have the shapes of real trajectories (benchmarks/shapes), those of headline.py.
 """
 
 import gc
@@ -27,7 +28,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,21 @@ import rows as result_rows
 import treetrain as tt
 from memory import _status_bytes, _touch_weights_and_gradients
 from tree_shapes import load, rows_of
+from treetrain.check.bench import PaddedEngine
 from treetrain.check.linear_engine import LinearEngine
 from treetrain.models.work import cheapest_rows, linear_work, tree_work
 from workloads import VOCAB, qwen3_model
 
 WORKS = {
-    "search trees": "tot_game24",
-    "sampled answers": "codet_humaneval",
-    "tool agent, think blocks dropped": "tau_airline_think_48",
-    "tool agent, calls extend calls": "tau_airline_calls_48",
+    "search trees": ("tot_game24", 148),
+    "sampled answers": ("codet_humaneval", 48),
+    "tool agent, think blocks dropped": ("tau_airline_think_48", 9),
+    "tool agent, calls extend calls": ("tau_airline_calls_48", 9),
+    "nothing shared (control)": ("unrelated", 16),
 }
+"""A shape, and how many of its rows: leaves of six search trees, answers to a prompt, calls of two conversations.
+
+Of the calls that extend calls, 7 of 9 are prefixes of others, which need no tree to be trained once."""
 PACKED = 4096
 """Tokens of a pass of the rivals that run rows, or groups of rows."""
 
@@ -318,19 +324,19 @@ class Segments(Rival):
     def step(self) -> None:
         layers = len(self.model.model.layers)
         path: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]
+        made: list[Any] = []  # keys and values of the segment that runs, by layer
+
+        def cached(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            made.append((k, v))
+            keys, values = (torch.cat([*(kv[i] for kv in path[layer]), x], 2) for i, x in ((0, k), (1, v)))
+            return causal(q, keys, values)
 
         stack = [(root, False) for root in reversed(self.children[-1])]
         alive: dict[int, Any] = {}
         while stack:
             segment, done = stack.pop()
             if not done:
-                made: list[Any] = [None] * layers
-
-                def cached(layer: int, q: Tensor, k: Tensor, v: Tensor, made: list[Any] = made) -> Tensor:
-                    made[layer] = k, v
-                    keys, values = (torch.cat([*(kv[i] for kv in path[layer]), x], 2) for i, x in ((0, k), (1, v)))
-                    return causal(q, keys, values)
-
+                made = []
                 with attention(self.model, cached):
                     loss = self.passes[segment].loss(self.model) / self.total
                 below = self.children[segment]
@@ -359,7 +365,7 @@ class Ours(Rival):
 
     def prepare(self) -> None:
         options = {} if self.engine_type is tt.TreeEngine else {"pack_tokens": PACKED}
-        self.engine = self.engine_type(self.model, **options)
+        self.engine = self.engine_type(self.model, check=False, **options)
 
     def step(self) -> None:
         self.engine.forward_backward(self.rows, tt.losses.sft(), normaliser=self.total)
@@ -373,6 +379,12 @@ class MergedRows(Ours):
     def prepare(self) -> None:
         super().prepare()
         self.rows = cheapest_rows(self.tree)
+
+
+class PaddedRows(MergedRows):
+    """The same rows, padded."""
+
+    engine_type = PaddedEngine
 
 
 class EachRow(Ours):
@@ -394,7 +406,8 @@ RIVALS: dict[str, type[Rival]] = {
 
 def make(work: str, layers: int) -> tuple[nn.Module, list[tt.Trajectory]]:
     """The model and the rows of a work."""
-    return qwen3_model(layers=layers, vocab_size=VOCAB), rows_of(load(WORKS[work]), VOCAB)
+    shape, rows = WORKS[work]
+    return qwen3_model(layers=layers, vocab_size=VOCAB), rows_of(load(shape)[:rows], VOCAB)
 
 
 def reference_gradients(model: nn.Module, rows: Sequence[tt.Trajectory]) -> Tensor:
@@ -439,54 +452,76 @@ def _peak(sender: Any, name: str, work: str, layers: int, threads: int) -> None:
 
 def measure(work: str, repeats: int, layers: int, dry_run: bool) -> None:
     """Time all rivals on a work, and append a row for each."""
+    if not dry_run and result_rows.has("rivals", work=work):
+        return print(f"{work}: has its rows at this commit")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     result_rows.keep_memory()
     model, rows = make(work, layers)
-    rivals, notes = {}, {}
+    rivals: dict[str, Rival] = {}
     for name, kind in RIVALS.items():
         try:
             rivals[name] = kind(model, rows)
         except NotImplementedError as error:
-            notes[name] = str(error)
+            print(f"{work}: {name}: {error}")
     exact, errors = reference_gradients(*make(work, layers)), {}
-    seconds: dict[str, list[float]] = {name: [] for name in rivals}
-    for turn in range(repeats + 1):
-        for name, rival in rivals.items():
-            model.zero_grad(set_to_none=False)
-            start = time.perf_counter()
-            rival.step()
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-            else:
-                errors[name] = float((gradients(model) - exact).norm() / exact.norm())
-    tree = rivals["tree"].tree
-    merged = tt.build_tree(cheapest_rows(tree))
-    counts = tt.TreeEngine(model).cost.counts
-    works = linear_work(merged, counts.attention_ranges), tree_work(tree, counts.attention_ranges)
-    ideal = counts.flops(*works[0]) / counts.flops(*works[1])
-    base = seconds["rows"]
-    for name in RIVALS:
-        if name in notes:
-            print(f"{work}: {name}: {notes[name]}")
-            continue
-        ratios = [a / b for a, b in zip(base, seconds[name])]
+    for name, rival in rivals.items():  # the round that warms up
+        model.zero_grad(set_to_none=False)
+        rival.step()
+        errors[name] = float((gradients(model) - exact).norm() / exact.norm())
+    seconds = take_turns(rivals, repeats)
+    for name in rivals:
         row = {
             "work": work,
             "rival": name,
-            "rows": len(rows),
-            "merged_rows": len(merged.trajectories),
-            "merged_tokens": merged.num_flat_tokens,
-            "unique_tokens": tree.num_tokens,
-            "ideal": f"{ideal:.3f}",
-            "seconds": f"{statistics.median(seconds[name]):.3f}",
-            "seconds_min": f"{min(seconds[name]):.3f}",
-            "seconds_max": f"{max(seconds[name]):.3f}",
-            "rounds": repeats,
-            "speedup_over_rows": f"{statistics.median(ratios):.3f}",
+            **sizes(model, rows),
+            **speed(seconds["rows"], seconds[name]),
             "peak_mb": peak_bytes(name, work, layers) >> 20,
             "gradient_error": f"{errors[name]:.1e}",
         }
         result_rows.report("rivals", row, dry_run=dry_run)
+
+
+def take_turns(rivals: Mapping[str, Rival], rounds: int) -> dict[str, list[float]]:
+    """The seconds of every round, by name."""
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    for _ in range(rounds):
+        for name, rival in rivals.items():
+            rival.model.zero_grad(set_to_none=False)
+            start = time.perf_counter()
+            rival.step()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def speed(base: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
+    """Columns of a time: the median, the least and the greatest of its rounds, and of `base` over it."""
+    ratios = [a / b for a, b in zip(base, seconds)]
+    return {
+        "rounds": len(seconds),
+        "seconds": f"{statistics.median(seconds):.3f}",
+        "seconds_min": f"{min(seconds):.3f}",
+        "seconds_max": f"{max(seconds):.3f}",
+        "speedup": f"{statistics.median(ratios):.3f}",
+        "speedup_min": f"{min(ratios):.3f}",
+        "speedup_max": f"{max(ratios):.3f}",
+    }
+
+
+def sizes(model: nn.Module, rows: Sequence[tt.Trajectory]) -> dict[str, Any]:
+    """Columns of a work: rows and tokens, and the speed-ups over merged rows and over each row that FLOPs allow."""
+    tree = tt.build_tree(rows)
+    merged, counts = tt.build_tree(cheapest_rows(tree)), tt.TreeEngine(model).cost.counts
+    apart = [counts.flops(*linear_work(one, counts.attention_ranges)) for one in (merged, tree)]
+    ideals = [flops / counts.flops(*tree_work(tree, counts.attention_ranges)) for flops in apart]
+    return {
+        "rows": len(rows),
+        "merged_rows": len(merged.trajectories),
+        "flat_tokens": tree.num_flat_tokens,
+        "merged_tokens": merged.num_flat_tokens,
+        "unique_tokens": tree.num_tokens,
+        "ideal": f"{ideals[0]:.3f}",
+        "each_row_ideal": f"{ideals[1]:.3f}",
+    }
 
 
 if __name__ == "__main__":

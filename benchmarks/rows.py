@@ -153,6 +153,15 @@ def append(name: str, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def has(name: str, **values: str) -> bool:
+    """Whether results/<name>.csv has a row of this commit with these values."""
+    path, wanted = RESULTS / f"{name}.csv", {"commit": provenance()["commit"]} | values
+    if not path.is_file():
+        return False
+    with path.open(newline="") as file:
+        return any(wanted.items() <= row.items() for row in csv.DictReader(file))
+
+
 def report(name: str, row: dict[str, Any], *, dry_run: bool = False) -> None:
     """Print a row, and append it to results/<name>.csv unless it is a dry run."""
     print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)

@@ -1,7 +1,7 @@
 """Run every benchmark, one process each, and rewrite BENCHMARKS.md. `make bench` runs this.
 
-Run: python benchmarks/run_all.py. Those on real trajectories need the folder that TREETRAIN_SHARED_DATA names (default:
-../shared/data) and are left out, by name, where it is not there.
+Run: python benchmarks/run_all.py. Those on texts of real trajectories need the folder that TREETRAIN_SHARED_DATA names
+(default: ../shared/data) and are left out, by name, where it is not there.
 """
 
 import subprocess
@@ -11,19 +11,19 @@ from pathlib import Path
 from workloads import DATA
 
 HERE = Path(__file__).parent
-NEEDS_DATA = (
-    "cpu_efficiency.py",
-    "attention_cost.py",
-    "budget_efficiency.py",
-    "families.py",
-    "lost_sharing.py",
-    "overhead.py",
-    "sharded_trainers.py",
-    "trainers.py",
-)
+NEEDS_DATA = ("lost_sharing.py", "overhead.py", "read_speed.py")
 PAGE = "page.py"
-OTHERS = (Path(__file__).name, PAGE, "smoke.py", "quarter_hour.py", "gpu_table.py", "gpu_training.py")
-"""Scripts that append no rows for the page, and those for a GPU."""
+OTHERS = (
+    Path(__file__).name,
+    PAGE,
+    "check_commits.py",
+    "calculator.py",
+    "smoke.py",
+    "quarter_hour.py",
+    "gpu_table.py",
+    "gpu_training.py",
+)
+"""Scripts that append no rows for the page, one that takes hours, and those for a GPU."""
 
 
 def main() -> int:

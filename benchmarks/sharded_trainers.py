@@ -3,7 +3,7 @@
 Run: python benchmarks/sharded_trainers.py [way ...] [--rows 4] [--steps 2] [--dry-run]
 
 A plain `transformers.Trainer` with SGD takes the shortest tool-agent calls of one task as micro-batches of one row,
-which pads nothing; each process has half of them in a step. The model is that of cpu_efficiency.py (30M parameters,
+which pads nothing; each process has half of them in a step. The model is that of workloads.py (30M parameters,
 float32), with one thread in each of two gloo processes. accelerate shards it, with its own defaults. The two trainings
 follow each other, each with one step to warm up; the slower process counts, and the median over the timed steps. A step
 is everything between the trainer's `on_step_begin` and `on_step_end`, the optimizer's step included. The ideal is the

@@ -11,7 +11,7 @@ tokens are equal; times and memory are compared. It needs a quiet machine, and w
 
 waiting_and_links: time that a rank does not spend on arithmetic (wall time minus thread time), mean of the ranks; other
 work on the machine counts as well. Memory: peak resident set above that before the model was made; predicted: the
-simulator's peak of the fullest rank. Rows are appended to results/simulate_check.csv; left out without the data.
+simulator's peak of the fullest rank. Rows are appended to results/simulate_check.csv.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from treetrain.core.planning.devices import DEVICES, Device
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.simulation.simulate import OPTIMISER_BYTES, Simulation, simulate
 from treetrain.simulation.splits import Split
-from workloads import DATA, VOCAB, load_workload
+from workloads import VOCAB, load_workload
 
 TASK = "tau_airline_calls"
 BUDGET = 1024
@@ -247,9 +247,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="timed steps")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     options = parser.parse_args()
-    if not DATA.is_dir():
-        print(f"left out: {DATA} is not there; set TREETRAIN_SHARED_DATA")
-        return
     load = os.getloadavg()[0]
     if load > BUSY:
         print(f"warning: {load:.1f} processes want a core already; times will be too long")

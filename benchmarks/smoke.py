@@ -3,7 +3,7 @@
 Run: python benchmarks/smoke.py [work ...] [--rounds 4] [--output runs/bench_smoke.csv]
 
 Recorded countdown games and a Qwen3-shaped model of 11M parameters, SFT, forward and backward in float32. Efficiency
-is the measured speed-up over the FLOP-ideal, as in cpu_efficiency.py; the command fails if one is below its floor. The
+is the measured speed-up over the FLOP-ideal; the command fails if one is below its floor. The
 rows go to a file of their own, which CI keeps; they are no part of BENCHMARKS.md, since runners of CI differ.
 
 A busy neighbour must not decide. So everything runs in one thread of one process, the runs take turns, and the time is

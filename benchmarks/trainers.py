@@ -1,8 +1,8 @@
 """Time of an optimizer step of TRL's and transformers' trainers with and without share_prefixes, on a CPU.
 
-Run: python benchmarks/trainers.py [work ...] [--repeats 3] [--dry-run]
+Run: python benchmarks/trainers.py [work ...] [--repeats 5] [--dry-run]
 
-The model is that of cpu_efficiency.py (30M parameters, float32), the rows are real. Both trainers have the same
+The model is that of workloads.py (30M parameters, float32). Both trainers have the same
 settings and take the same rows, one for each micro-batch, which pads nothing; share_prefixes scores them as one tree.
 The trainer without sharing is also timed with all rows in one padded batch, where that is not too large, and the faster
 way counts. Steps alternate in one process, a fresh one for each work; generation is not timed. Processor time is
@@ -18,7 +18,6 @@ import tempfile
 import time
 
 import rows
-import workloads
 from workloads import load_workload, model_30m
 
 IGNORED = -100
@@ -30,16 +29,13 @@ MOST_PADDED = 8192
 
 def samples(count: int) -> list:
     """Samples of one prompt of codet_humaneval100."""
-    return load_workload("codet_prompt")[:count]
+    return load_workload("codet_humaneval")[:count]
 
 
 def calls() -> list:
     """Calls of one task of tau_airline, of all its trials."""
     drawn = load_workload("tau_airline_calls")
     return sorted(drawn, key=len)[:CALLS]
-
-
-workloads.WORKLOADS["codet_prompt"] = lambda: workloads._codet_rows(2)
 
 
 class Work:
@@ -255,4 +251,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    rows.run_each(WORKS, measure, __doc__, repeats=rows.count(3), dry_run=rows.DRY_RUN)
+    rows.run_each(WORKS, measure, __doc__, repeats=rows.count(5), dry_run=rows.DRY_RUN)

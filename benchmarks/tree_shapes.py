@@ -4,6 +4,7 @@ A training step's time and memory depend on the shape of the tree and not on the
 another machine needs only the shape. Run: python benchmarks/tree_shapes.py, where the data is, to write them anew, in
 tokens of Qwen3's tokenizer: calls of a tool agent (tau_airline, one row per LLM call, by a chat template that keeps
 prefixes, and by Qwen3's own, which drops earlier think blocks), search trees (tot_game24) and sampled answers (codet).
+A row is trained from its first trained token to its end.
 """
 
 import json
@@ -75,8 +76,42 @@ def synthetic(overlap: float, path: int, leaves: int = 0, segment: int = 128) ->
     return shape
 
 
+# ---- The trajectories themselves
+
+
+def tot_game24() -> list[tt.Trajectory]:
+    """All leaves of the search trees of puzzles 900 to 905; assistant text trained."""
+    from workloads import DATA, tokenizer
+
+    path = DATA / "tot_game24_bfs" / "trajectories.jsonl"
+    wanted = {f"game24-{number}" for number in range(900, 906)}
+    loaded = tt.load(path, tokenizer=tokenizer(), chat_template="chatml", limit=600)
+    return [row for row in loaded.trajectories if row.group in wanted]
+
+
+def codet_rows(number: int) -> list[tt.Trajectory]:
+    """All samples of a prompt of codet_humaneval100; samples trained."""
+    from workloads import DATA, tokenizer
+
+    if not _LINES:
+        _LINES.extend((DATA / "codet_humaneval100" / "upstream.jsonl").read_text().splitlines())
+        _TOKENIZER.append(tokenizer())
+    entry, encode = json.loads(_LINES[number]), _TOKENIZER[0]
+    prompt = encode(entry["prompt"])["input_ids"]
+    rows = []
+    for k, sample in enumerate(entry["samples"]):
+        answer = encode(sample)["input_ids"]
+        weights = [0.0] * len(prompt) + [1.0] * len(answer)
+        rows.append(tt.Trajectory(prompt + answer, loss_weights=weights, group=number, id=f"{number}/{k}"))
+    return rows
+
+
+_LINES: list[str] = []
+_TOKENIZER: list = []
+
+
 def main() -> None:
-    from workloads import DATA, codet_humaneval, tokenizer, tot_game24
+    from workloads import DATA, tokenizer
 
     FOLDER.mkdir(exist_ok=True)
 
@@ -98,7 +133,9 @@ def main() -> None:
         for task in TASKS if kind == "calls" else TASKS[:1]:
             write(f"tau_airline_{kind}_{task}", f"tau_airline task {task}, {words}", groups[task])
     write("tot_game24", "tot_game24 puzzles 900 to 905, every leaf", tot_game24())
-    write("codet_humaneval", "codet_humaneval prompts 2 and 9, every sample", codet_humaneval())
+    both = [*codet_rows(2), *codet_rows(9)]
+    write("codet_humaneval", "codet_humaneval prompts 2 and 9, every sample", both)
+    write("unrelated", "codet_humaneval, the first sample of every prompt", [codet_rows(n)[0] for n in range(164)])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""Arithmetic and word problems for an agent with a calculator, and how such an agent works.
+
+A problem takes two or three calculations, and the calculator does one at a time, so an episode has several turns. Word
+problems are drawn from stories; those of the held-out set tell of other things in other words, and their numbers and
+those of the arithmetic are drawn anew, so that no held-out problem was trained on.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SYSTEM_PROMPT = """You solve problems with a calculator. It does one calculation at a time.
+
+To calculate, write a tool call with two whole numbers and one of + - * / between them. You are told the result, and may
+calculate again with it. When you know the answer, write it after the word Answer, and nothing else. Do not calculate by
+yourself. Read which numbers belong together before you begin. Most problems take two calculations.
+
+For example, somebody asks: A box holds 12 cups. How many cups are in 7 boxes, if 5 cups are broken?
+You write: <tool_call>12 * 7</tool_call>
+The calculator says: 84
+You write: <tool_call>84 - 5</tool_call>
+The calculator says: 79
+You write: Answer: 79
+
+For example, somebody asks: What is (30 + 18) / 6?
+You write: <tool_call>30 + 18</tool_call>
+The calculator says: 48
+You write: <tool_call>48 / 6</tool_call>
+The calculator says: 8
+You write: Answer: 8"""
+
+Story = tuple[str, tuple[str, ...]]
+"""A text with numbers {a}, {b}, {c}, and its calculations; {r} is the result of the one before."""
+
+TRAINED: tuple[Story, ...] = (
+    ("What is {a} * {b} + {c}?", ("{a} * {b}", "{r} + {c}")),
+    ("What is {a} * {b} - {c}?", ("{a} * {b}", "{r} - {c}")),
+    ("What is ({a} + {b}) * {c}?", ("{a} + {b}", "{r} * {c}")),
+    ("What is {a} + {b} - {c}?", ("{a} + {b}", "{r} - {c}")),
+    ("What is {a} + {b} * {c}?", ("{b} * {c}", "{a} + {r}")),
+    (
+        "Ann buys {a} boxes with {b} pencils each. She gives {c} pencils to her class. How many pencils has she left?",
+        ("{a} * {b}", "{r} - {c}"),
+    ),
+    (
+        "A train has {a} cars with {b} seats each, and {c} more seats at the bar. How many seats does the train have?",
+        ("{a} * {b}", "{r} + {c}"),
+    ),
+    (
+        "Tom has {a} marbles. He finds {b} more and then loses {c}. How many marbles has he now?",
+        ("{a} + {b}", "{r} - {c}"),
+    ),
+    (
+        "A baker makes {a} rolls in the morning and {b} in the afternoon. A roll costs {c} cents. How many cents do "
+        "they all cost?",
+        ("{a} + {b}", "{r} * {c}"),
+    ),
+    (
+        "Mia has {a} stamps. Her aunt gives her {b} sheets with {c} stamps each. How many stamps has she now?",
+        ("{b} * {c}", "{a} + {r}"),
+    ),
+    (
+        "There are {a} birds in a tree. {b} fly away, and {c} others come. How many birds are in the tree?",
+        ("{a} - {b}", "{r} + {c}"),
+    ),
+    (
+        "A garden has {a} rows of {b} tulips and {c} roses. How many flowers are in the garden?",
+        ("{a} * {b}", "{r} + {c}"),
+    ),
+)
+HELD_OUT: tuple[Story, ...] = (
+    ("What is {a} * {b} + {c}?", ("{a} * {b}", "{r} + {c}")),
+    ("What is ({a} + {b}) * {c}?", ("{a} + {b}", "{r} * {c}")),
+    ("What is {a} + {b} - {c}?", ("{a} + {b}", "{r} - {c}")),
+    (
+        "A farmer fills {a} baskets with {b} apples each and sells {c} apples. How many apples does he still have?",
+        ("{a} * {b}", "{r} - {c}"),
+    ),
+    (
+        "A library has {a} shelves with {b} books each. It gets {c} new books. How many books are there in all?",
+        ("{a} * {b}", "{r} + {c}"),
+    ),
+    (
+        "Sam saved {a} coins in May and {b} coins in June. In July he spent {c} coins. How many coins remain?",
+        ("{a} + {b}", "{r} - {c}"),
+    ),
+    (
+        "A team has {a} girls and {b} boys. Every child drinks {c} glasses of water. How many glasses do they drink?",
+        ("{a} + {b}", "{r} * {c}"),
+    ),
+    (
+        "A bus starts with {a} people. At the first stop {b} get off and {c} get on. How many people ride on?",
+        ("{a} - {b}", "{r} + {c}"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question, its calculations in order, and the answer."""
+
+    question: str
+    calculations: tuple[str, ...]
+    answer: int
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What an agent is told at the start."""
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": self.question}]
+
+    def demonstration(self) -> list[dict[str, str]]:
+        """The conversation of an agent that solves it."""
+        messages = self.messages
+        for expression in self.calculations:
+            messages.append({"role": "assistant", "content": f"<tool_call>{expression}</tool_call>"})
+            messages.append({"role": "tool", "content": calculate(expression)})
+        return [*messages, {"role": "assistant", "content": f"Answer: {self.answer}"}]
+
+
+def draw(stories: Sequence[Story], count: int, seed: int) -> list[Problem]:
+    """Problems with numbers of up to two digits and results above zero, all stories equally often, in random order."""
+    rng = random.Random(seed)
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        text, calculations = stories[len(found) % len(stories)]
+        numbers = {name: rng.randint(2, 99) for name in "abc"}
+        results: list[int] = []
+        done = []
+        for pattern in calculations:
+            done.append(pattern.format(**numbers, r=results[-1] if results else 0))
+            results.append(int(calculate(done[-1])))
+        if min(results) > 0:
+            question = text.format(**numbers)
+            found[question] = Problem(question, tuple(done), results[-1])
+    problems = list(found.values())
+    rng.shuffle(problems)
+    return problems
+
+
+_CALCULATION = re.compile(r"\s*(-?\d{1,9})\s*([-+*/])\s*(-?\d{1,9})\s*")
+
+
+def calculate(expression: str) -> str:
+    """The calculator's reply to an expression, such as 12 * 7."""
+    match = _CALCULATION.fullmatch(expression)
+    if match is None:
+        return "error: write two whole numbers with one of + - * / between them"
+    a, sign, b = int(match[1]), match[2], int(match[3])
+    if sign == "/":
+        return str(a // b) if b and a % b == 0 else "error: not a whole number"
+    return str({"+": a + b, "-": a - b, "*": a * b}[sign])
+
+
+def tool_result(reply: str) -> str | None:
+    """What the calculator says to a reply of the agent; None if the reply calls no tool."""
+    match = re.search(r"<tool_call>(.*?)</tool_call>", reply, re.DOTALL)
+    return None if match is None else calculate(match[1])
+
+
+def correct(reply: str, answer: int) -> float:
+    """1.0 if the agent's last reply is the right answer and nothing else, else 0.0."""
+    match = re.fullmatch(r"\s*Answer: (-?\d+)\s*", reply)
+    return float(match is not None and int(match[1]) == answer)
