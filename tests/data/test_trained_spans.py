@@ -166,7 +166,7 @@ IN_TURN = (
     "{%- if add_generation_prompt and messages[-1].role == 'user' %}"
     "{{- '<|turn>model\n<|channel>thought\n<channel|>' }}{%- endif %}"
 )
-# Written after Mistral's: the system prompt stands in front of the last message alone, if a user's, so the prompt for an
+# Written after Mistral's: the system prompt stands in front of the last message, if a user's, so the prompt for an
 # answer is no beginning of the answered conversation; and there is no header of answers.
 SYSTEM_LAST = (
     "{%- set said = messages[0].content if messages[0].role == 'system' else '' %}{{- bos_token }}"

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treetrain.data.columns import Int64s, columns_of
+from treetrain.data.columns import Int64s, RowColumns
 from treetrain.data.groups import RowNumbers, batches_of_pass, cut_evenly, group_rows, make_groups
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
@@ -229,7 +229,7 @@ class StepSampler(Sampler[list[Call]]):
         calls: int = 1,
         seed: int | None = None,
     ) -> None:
-        columns = columns_of(rows)
+        columns = RowColumns(rows)
         self.groups = _with_something_to_train(make_groups(rows, tokens_per_step=tokens_per_step), columns.trained)
         self._tokens = np.array([columns.tokens[group].sum() for group in self.groups])
         self._updates, self._minibatches, self._calls, self._seed = updates_per_batch, minibatches, calls, seed
