@@ -27,7 +27,6 @@ def test_no_rows_have_an_order():
     assert list(module.sorted_by_prefix([], [].__getitem__)) == []
 
 
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("tokens", [1, 6, 25, 1024])
 def test_neighbours_share_what_they_have_in_common_whatever_is_read_at_once(tokens, monkeypatch):
