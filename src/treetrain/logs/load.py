@@ -385,6 +385,7 @@ class _Reading:
 
     def _made(self, records: Records) -> Iterator[Trajectory]:
         """The trajectories of records; many conversations are rendered and tokenised together."""
+        made = self._tokenised if self.kind.tokens else self._rendered
         pending: list[_Found] = []
         size = 0
         for self.records, (place, record) in enumerate(records, 1):
@@ -399,9 +400,9 @@ class _Reading:
             pending.append(found)
             size += len(found)
             if size > READ_TOGETHER or isinstance(rows, DataError) or self.notes.apart:
-                yield from self._rendered(pending)
+                yield from made(pending)
                 pending, size = [], 0
-        yield from self._rendered(pending)
+        yield from made(pending)
 
     def _rendered(self, pending: list[_Found]) -> Iterator[Trajectory]:
         """The trajectories of records, whose conversations are rendered while their rows are made."""
@@ -424,7 +425,6 @@ class _Reading:
                 self._resume(found)
                 try:
                     found.rows = list(self._with_texts(found.rows, iter(next(texts))))
-                    self.made += len(found.rows)
                 except DataError as error:
                     found.rows = error
                 except RecursionError:
@@ -456,6 +456,7 @@ class _Reading:
             try:
                 if isinstance(found.rows, DataError):
                     raise found.rows
+                self.made += len(found.rows)
                 made = [self._trajectory(row) for row in found.rows]
                 for trajectory in made:
                     self._check(trajectory)
