@@ -461,6 +461,31 @@ def test_tokens_of_the_plain_side_follow_the_budget():
     assert first_step.LEAST_TOKENS < within[0] < within[1] < 2000
 
 
+def test_a_tenth_of_the_time_of_a_step_is_compared_but_no_less_than_two_windows():
+    rows = rows_of({"input_ids": torch.arange(8000)[None].remainder(7), "attention_mask": torch.ones(1, 8000)})
+    found = []
+    for settings in (
+        {},
+        {"sliding_window": 8, "use_sliding_window": True},
+        {"sliding_window": 90, "use_sliding_window": True},
+    ):
+        windows = {"layer_types": ["sliding_attention", "full_attention"], **settings} if settings else {}
+        model = runs.model(max_position_embeddings=8192, **windows)
+        found.append(first_step.tokens_in_time(tt.TreeEngine(model), rows))
+    assert found == [200, 200, 2 * first_step.ROWS * 90]
+    few = rows_of({"input_ids": torch.arange(80)[None].remainder(7), "attention_mask": torch.ones(1, 80)})
+    assert first_step.tokens_in_time(tt.TreeEngine(runs.model()), few) == first_step.LEAST_TOKENS
+
+
+def test_the_rows_of_a_long_step_are_cut_to_what_is_compared_in_time(tmp_path):
+    trunk = list(range(2, 40)) * 40
+    batch = batch_of([[*trunk, *own] for own in ([5, 6, 7] * 200, [8, 9] * 300, [3] * 600)], "right")
+    model = runs.model(max_position_embeddings=4096)
+    sample = first_step.sample_of(batch, rows_of(batch))
+    first = first_step.FirstStep(tt.TreeEngine(model), sample, "loss", model)
+    assert first.batch["input_ids"].shape == (3, (len(trunk) + 3 * 600) // first_step.STEP_SHARE // 3)
+
+
 def uncountable(model: nn.Module) -> Any:
     raise tt.UnsupportedModel("its cost is not known")
 

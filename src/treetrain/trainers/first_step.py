@@ -1,9 +1,9 @@
 """The check in the first training step: a few rows through the plain model and through the tree.
 
 Both sides get one small batch, made from the trainer's own. So the plain side runs as it would in the trainer: with its
-padding, its positions and its loss. The check must not be what runs out of memory. Rows are cut so that the plain
-forward and backward need no more than the step itself will. Plain gradients are sketched and freed as they come
-(`check/sketch.py`), and the tree's are those of a step.
+padding, its positions and its loss. The check must not be what runs out of memory, nor take long. Rows are cut so that
+the plain forward and backward need no more memory than the step itself will, and a tenth of its time. Plain gradients
+are sketched and freed as they come (`check/sketch.py`), and the tree's are those of a step.
 """
 
 import logging
@@ -63,6 +63,9 @@ KIND_SHARE = 0.01
 """A kind's difference is relative to its norm, or to this share of the norm of all gradients if that is larger."""
 ROWS = 3
 """How many rows are compared."""
+STEP_SHARE = 40
+"""Rows are cut to so many times fewer tokens than the tree of the call has: they run forward and backward twice in the
+plain model and twice as a tree."""
 PARTS = 8
 """The tree of the rows runs as one part, and again in parts of so many times fewer tokens."""
 LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
@@ -143,7 +146,10 @@ class FirstStep:
         call, rows, chosen = sample
         if output_kind == "tokens" and call.get("labels") is None:
             call = all_labelled(call, rows)
-        self.batch = small_batch(call, rows, chosen, tokens_within(engine, rows, output_kind))
+        tokens = tokens_within(engine, rows, output_kind)
+        if not rows.images:  # rows with images are not cut
+            tokens = min(tokens, tokens_in_time(engine, rows))
+        self.batch = small_batch(call, rows, chosen, tokens)
         """The arguments of the tree's call."""
         self._rows = rows_of(self.batch, rewards=output_kind == "rewards", model=engine.model)
         self._plain, self._temperature, self._alone = plain, temperature, alone
@@ -612,6 +618,18 @@ def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> in
         pair = layers * counts.heads * (counts.wide_bytes + 2 * counts.dtype_bytes) / ROWS
         tokens = int((-token + (token**2 + 4 * pair * max(room, 0)) ** 0.5) / (2 * pair))
     return max(tokens, LEAST_TOKENS)
+
+
+def tokens_in_time(engine: TreeEngine, rows: Rows) -> int:
+    """The most tokens that are compared in a tenth of the time of these rows' tree.
+
+    Rows are not cut to less than twice the smallest window or chunk of the model's layers, which tokens further apart
+    do not see.
+    """
+    ranges = () if engine.prepared.cost is None else engine.prepared.cost.counts.attention_ranges
+    sizes = [size for each in ranges for size in (each.window, each.chunk) if size is not None]
+    least = max(LEAST_TOKENS, 2 * ROWS * min(sizes, default=0))
+    return max(tree_of([rows]).num_tokens // STEP_SHARE, least)
 
 
 def all_labelled(call: ModelInputs, rows: Rows) -> ModelInputs:
