@@ -34,6 +34,7 @@ from treetrain.models.meters import CountStorages
 from treetrain.trainers import first_step
 from treetrain.trainers.batches import rows_of
 from treetrain.trainers.first_step import small_batch, tokens_within
+from treetrain.trainers.outputs import FusedOutput, LossOutput, Question
 
 NAMES = [name for name, _ in runs.model().named_parameters()]
 KINDS = [name for name in NAMES if "layers.1." in name or "layers" not in name]
@@ -71,7 +72,8 @@ def check(model: nn.Module, folder: Any, batch: dict[str, Any], budget: int | No
     trainer = tt.share_prefixes(plain_trainer(model, folder), budget, check=how)
     sharing: Any = trainer.prefix_sharing  # type: ignore[attr-defined]
     forward: Any = model.forward
-    sharing._check_first_step(forward, forward.head, sharing._rows_of(batch), batch, sharing.output_kind)
+    question = Question(forward, sharing.output, batch, sharing.output.rows(batch, model))
+    sharing._check_first_step(question, sharing._engine_for(model, sharing.output), balanced=False)
     assert not sharing.check
     return trainer
 
@@ -457,7 +459,7 @@ def test_tokens_of_the_plain_side_follow_the_budget():
     model = runs.model(hidden_size=64, max_position_embeddings=4096)
     ids = np.arange(2000) % 40
     batch = {"input_ids": torch.from_numpy(ids[None]), "labels": torch.from_numpy(ids[None])}
-    within = [tokens_within(tt.TreeEngine(model, budget=b), rows_of(batch), "loss") for b in (100, 1000)]
+    within = [tokens_within(tt.TreeEngine(model, budget=b), rows_of(batch), LossOutput()) for b in (100, 1000)]
     assert first_step.LEAST_TOKENS < within[0] < within[1] < 2000
 
 
@@ -497,10 +499,10 @@ def test_quadratic_attention_and_a_model_that_cannot_be_counted_get_fewer_tokens
     for attention in ("sdpa", "eager"):
         model = runs.model(max_position_embeddings=4096)
         model.set_attn_implementation(attention)
-        within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), "fused")
+        within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), FusedOutput())
     assert first_step.LEAST_TOKENS < within["eager"] < within["sdpa"] / 2
     monkeypatch.setattr("treetrain.registry.cost_of", uncountable)
-    assert tokens_within(tt.TreeEngine(model), rows_of(batch), "fused") == first_step.UNCOUNTED_TOKENS
+    assert tokens_within(tt.TreeEngine(model), rows_of(batch), FusedOutput()) == first_step.UNCOUNTED_TOKENS
 
 
 # ---- ranks
