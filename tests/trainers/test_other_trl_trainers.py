@@ -1,6 +1,6 @@
 """TRL's other trainers: those whose model has TRL's fused head are let through, those that read logits are refused.
 
-Nothing here goes by a trainer's name; docs/training.md has the table.
+Nothing here goes by a trainer's name; docs/integrations.md lists them.
 """
 
 import warnings
