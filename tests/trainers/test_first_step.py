@@ -483,9 +483,9 @@ def test_the_rows_of_a_long_step_are_cut_to_what_is_compared_in_time(tmp_path):
     trunk = list(range(2, 40)) * 40
     batch = batch_of([[*trunk, *own] for own in ([5, 6, 7] * 200, [8, 9] * 300, [3] * 600)], "right")
     model = runs.model(max_position_embeddings=4096)
-    sample = first_step.sample_of(batch, rows_of(batch))
-    first = first_step.FirstStep(tt.TreeEngine(model), sample, "loss", model)
-    assert first.batch["input_ids"].shape == (3, (len(trunk) + 3 * 600) // first_step.STEP_SHARE // 3)
+    question = Question(model, LossOutput(), batch, rows_of(batch))
+    small = first_step._small_sample(question, range(3), tt.TreeEngine(model))
+    assert small.batch["input_ids"].shape == (3, (len(trunk) + 3 * 600) // first_step.STEP_SHARE // 3)
 
 
 def uncountable(model: nn.Module) -> Any:
