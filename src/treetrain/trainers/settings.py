@@ -31,7 +31,7 @@ def check_trainer(trainer: Trainer) -> None:
     parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
     images = {"image", "images"} & {*(getattr(trainer.train_dataset, "column_names", None) or ())}
     dynamo = accelerator.state.dynamo_plugin
-    compiles = "NO" if dynamo is None else dynamo.backend.value
+    backend = "NO" if dynamo is None else dynamo.backend.value
     refusals: list[Refusal] = [
         (
             distributed not in DISTRIBUTED,
@@ -39,15 +39,9 @@ def check_trainer(trainer: Trainer) -> None:
             "DeepSpeed",
         ),
         (args.n_gpu > 1, f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun"),
-        (
-            args.fp16 or accelerator.scaler is not None,
-            "fp16=True and its gradient scaler; set bf16=True instead",
-        ),
+        (args.fp16 or accelerator.scaler is not None, "fp16=True and its gradient scaler; set bf16=True instead"),
         (args.torch_compile, "torch_compile=True, since the attention is switched at every call; set it to False"),
-        (
-            compiles != "NO",
-            f"accelerate's dynamo_backend: {compiles}, which compiles the model; leave dynamo_config out",
-        ),
+        (backend != "NO", f"accelerate's dynamo_backend: {backend}, which compiles the model; leave dynamo_config out"),
         (args.use_liger_kernel, "use_liger_kernel=True, which replaces the model's layers; set it to False"),
         (
             args.neftune_noise_alpha,

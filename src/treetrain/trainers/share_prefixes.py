@@ -179,7 +179,7 @@ class PrefixSharing:
             self._engine(model, output)  # raises before any forward is replaced
         for model in self.outputs:
             place_forwards(self, model, self.processes.call)
-        for package in kind.packages:
+        for package in ("transformers",) if kind.has_loss else ("transformers", "trl"):
             warn_if_untested(package)
         if trainer.accelerator.num_processes > 1:
             before_steps(self._before_step)
