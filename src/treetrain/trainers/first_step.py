@@ -87,12 +87,10 @@ class Sample:
 
     @property
     def batch(self) -> ModelInputs:
-        """The arguments of the call."""
         return self.question.inputs
 
     @property
     def rows(self) -> Rows:
-        """The rows of the batch."""
         return self.question.rows
 
     @property
@@ -539,7 +537,8 @@ def tokens_within(engine: TreeEngine, rows: Rows, output: Output) -> int:
     tokens = int(max(room / token, 0))
     config = causal_lm(engine.model).config.get_text_config()
     if getattr(config, "_attn_implementation", None) == "eager":
-        # Scores and softmax [heads, L, L] of every layer: `pair` n^2 + `token` n = room, for rows of n / ROWS tokens.
+        # It keeps scores and softmax [heads, L, L] of every layer. For n tokens in all, L is n / ROWS, so the memory is
+        # pair * n^2 + token * n, and n is the root at which this is all the room.
         layers = 1 if counts.checkpointing else counts.layers
         pair = layers * counts.heads * (counts.wide_bytes + 2 * counts.dtype_bytes) / ROWS
         tokens = int((-token + (token**2 + 4 * pair * max(room, 0)) ** 0.5) / (2 * pair))

@@ -174,7 +174,6 @@ class Output(ABC):
         return counts.vocab * (3 * wide + (2 * logit if logit < wide else 0))
 
 
-@dataclass(frozen=True)
 class LossOutput(Output):
     """``outputs.loss`` of a plain Trainer: the cross-entropy of the labels. Or a loss of the user's own."""
 
@@ -280,7 +279,6 @@ class FusedOutput(Output):
         return min(counts.vocab, TRL_TILE) * (counts.dtype_bytes if kernel else TRL_TILE_BYTES)
 
 
-@dataclass(frozen=True)
 class RewardsOutput(Output):
     """``outputs.logits`` of a reward model: a number for each row."""
 

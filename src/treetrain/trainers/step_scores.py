@@ -106,8 +106,7 @@ class TreeScores:
         from treetrain.core.engine.engine_model import ScoredModel
 
         before, joint = None, self.last > self.first
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
-        if joint and not trains:
+        if joint and not (torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())):
             engine.prepared.check()
             before = ScoredModel(engine.prepared)
         self.scored = by(engine, self)
