@@ -3,18 +3,28 @@
 Nothing here goes by a trainer's name; docs/integrations.md lists them.
 """
 
+import functools
+import gc
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trainer_runs as runs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.optim import optimizer as optimizers
 from trainer_runs import difference, train
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Trainer
 
 import treetrain as tt
+from treetrain.trainers import outputs
+from treetrain.trainers.batches import ModelInputs
+from treetrain.trainers.calls import Asks, Call
+from treetrain.trainers.outputs import Answer, Compared, Output, label_logprobs, zero_of
+from treetrain.trainers.patches import before_steps
 
 
 def experimental(name: str) -> Any:
@@ -99,3 +109,74 @@ def test_a_wrong_score_of_such_a_trainer_stops_the_first_step(tmp_path, monkeypa
     runs.make_scores_wrong(monkeypatch)
     with pytest.raises(RuntimeError, match=r"differ by 1\.0e-02"):
         train(build_gmpo, tmp_path, shared=True, steps=1)
+
+
+class SumTrainer(Trainer):
+    """Reads what no trainer of TRL reads: the log-likelihood of each row."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        sums = model(**inputs).sums
+        return -(sums.exp() + sums).mean()
+
+
+SumTrainer.__module__ = "trl.trainer.sums"
+
+
+class SumsOutput(Output):
+    """Docs/contributing.md: a new kind of trainer is this class."""
+
+    trainers = ("SumTrainer",)
+
+    def cases(self, call: Call) -> list[tuple[object, Asks]]:
+        return [(call.in_loss and call.has_labels, Asks.SCORES)]
+
+    def answer(self, answer: Answer) -> Any:
+        return SimpleNamespace(sums=answer.keep(answer.scores.sum(1)))
+
+    def plain(self, forward: Callable[..., Any], batch: ModelInputs) -> Compared:
+        scores = label_logprobs(forward(**batch).logits, batch["labels"])
+        return Compared(scores, None, zero_of(scores))
+
+
+def build_sums(settings: dict[str, Any], dtype: torch.dtype, folder: Path) -> Any:
+    made = runs.BUILDERS["plain"](settings, dtype, folder)
+    made.__class__ = SumTrainer
+    plain = made.model.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        output = plain(*args, **inputs)
+        if inputs.get("labels") is not None:
+            output.sums = label_logprobs(output.logits, inputs["labels"]).sum(1)
+        return output
+
+    made.model.forward = forward
+    return made
+
+
+def test_a_new_kind_of_trainer_is_one_class(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="SumTrainer of TRL asks its model for logits"):
+        train(build_sums, tmp_path, shared=True)
+    monkeypatch.setattr(outputs, "OUTPUTS", (*outputs.OUTPUTS, SumsOutput))
+    shared, plain = (train(build_sums, tmp_path, shared=share, steps=3) for share in (True, False))
+    found = difference(shared, plain)
+    assert max(found.metrics, found.weights) <= 1e-5, found
+    assert any("tree/overlap" in logs for logs in shared.logs)
+
+
+def test_the_hook_before_steps_goes_with_its_object():
+    class Sharing:
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.steps += 1
+
+    hooks = optimizers._global_optimizer_pre_hooks
+    before, sharing = len(hooks), Sharing()
+    before_steps(sharing.step)
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
+    assert sharing.steps == 1 and len(hooks) == before + 1
+    del sharing
+    gc.collect()
+    assert len(hooks) == before

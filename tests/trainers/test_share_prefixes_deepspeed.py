@@ -290,7 +290,7 @@ def broken(group: Any, mutant: str, folder: str) -> float:
     with pytest.MonkeyPatch.context() as patch:
         change(patch, dist.get_rank(group))
         # Without the comparison in the first step, which would see it.
-        patch.setattr("treetrain.trainers.share_prefixes.PrefixSharing._check_first_step", lambda *_: None)
+        patch.setattr("treetrain.trainers.share_prefixes.PrefixSharing._check_first_step", lambda *_, **__: None)
         return difference(run(group, name, folder, 2, stage, {}, True, **settings), plain).updates
 
 

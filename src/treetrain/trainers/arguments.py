@@ -43,11 +43,12 @@ REFUSED: dict[str, str] = {
 }
 """Arguments of transformers that would be ignored or would not be exact, and what to do instead."""
 FROM_ONE = ("gradient_accumulation_steps", "tokens_per_step", "updates_per_batch", "minibatches", "max_skipped_steps")
+"""Arguments that must be whole numbers from 1."""
 FROM_ZERO = (
     *("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"),
     *("warmup_steps", "logging_steps", "eval_steps", "save_steps"),
 )
-"""Arguments and their least values. transformers does not check them, or only when training begins."""
+"""Arguments that must be numbers from 0. transformers does not check them, or only when training begins."""
 
 
 @dataclass
@@ -160,9 +161,9 @@ class TreeArguments(TrainingArguments):
             value = getattr(self, each.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{each.name} is {value}; give a finite number")
-        for number, names in (("whole number from 1", FROM_ONE), ("number from 0", FROM_ZERO)):
+        for names, least, number in ((FROM_ONE, 1, "whole number from 1"), (FROM_ZERO, 0, "number from 0")):
             for name in names:
-                if (value := getattr(self, name)) is not None and value < (names is FROM_ONE):
+                if (value := getattr(self, name)) is not None and value < least:
                     raise ValueError(f"{name} is {value}; give a {number}")
         if self.target_kl is not None and self.updates_per_batch * self.minibatches == 1:
             raise ValueError(f"target_kl is {self.target_kl}, which needs updates_per_batch or minibatches above 1")

@@ -17,6 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -72,6 +73,7 @@ from treetrain.trainers.run_folder import (
     locked,
     mark,
 )
+from treetrain.trainers.settings import Refusal, refuse
 from treetrain.trainers.skipped_steps import SkippedSteps, not_finite, skip_next_step
 from treetrain.trainers.stopping import StopWithCheckpoint, catch_signals
 
@@ -81,14 +83,23 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 T = TypeVar("T")
-WHOLE, EXACT, FINITE = (
-    "a checkpoint is complete or not there",
-    "a resumed run is bit-identical",
-    "a step whose gradient is NaN or infinite is skipped",
-)
-PROMISES: Mapping[str, Members] = {
-    WHOLE: {"_save_checkpoint": ("model", "trial"), "_get_output_dir": ("trial",), "save_model": ("output_dir",)},
-    EXACT: {
+
+
+class Promise(Enum):
+    """What `SafeCheckpointsMixin` promises of a run."""
+
+    WHOLE = "a checkpoint is complete or not there"
+    EXACT = "a resumed run is bit-identical"
+    FINITE = "a step whose gradient is NaN or infinite is skipped"
+
+
+PROMISES: Mapping[Promise, Members] = {
+    Promise.WHOLE: {
+        "_save_checkpoint": ("model", "trial"),
+        "_get_output_dir": ("trial",),
+        "save_model": ("output_dir",),
+    },
+    Promise.EXACT: {
         "_run_epoch": (),
         "_finalize_training": (),
         "_load_best_model": (),
@@ -96,7 +107,7 @@ PROMISES: Mapping[str, Members] = {
         "_load_from_checkpoint": ("resume_from_checkpoint",),
         "_load_optimizer_and_scheduler": ("checkpoint",),
     },
-    FINITE: {"_get_grad_norm": ("model", "grad_norm")},
+    Promise.FINITE: {"_get_grad_norm": ("model", "grad_norm")},
 }
 """The methods of `transformers.Trainer` that are overridden, by what rests on them."""
 CALLBACKS = "callbacks"
@@ -169,26 +180,25 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         super().__init__(*args, **kwargs)
         self.skipped_steps = SkippedSteps()
         own, lost = self.args, {name: missing_members(Trainer, members) for name, members in PROMISES.items()}
-        unsafe = ", ".join(lost.pop(WHOLE)) if own.save_strategy != "no" else ""
+        unsafe = ", ".join(lost.pop(Promise.WHOLE)) if own.save_strategy != "no" else ""
         lacks = f"transformers {transformers.__version__} lacks {unsafe}, by which checkpoints are written"
-        for wrong, why in (
+        refusals: list[Refusal] = [
             (unsafe, f"{lacks}: install another version, or set save_strategy='no'"),
             (self.is_deepspeed_enabled, "DeepSpeed's checkpoints are not known: use DDP or FSDP2"),
             (own.save_on_each_node, "save_on_each_node=True: set it to False, and share one output_dir"),
             (own.push_to_hub and own.hub_strategy != "end", "checkpoints are not pushed: set hub_strategy='end'"),
-        ):
-            if wrong:
-                raise ValueError(f"SafeCheckpointsMixin: {why}")
+        ]
+        refuse("SafeCheckpointsMixin: ", refusals)
         for promise, missing in lost.items():
             if missing:
                 self._withdraw(promise, ", ".join(missing))
         warn_if_untested("transformers")
 
-    def _withdraw(self, promise: str, missing: str) -> None:
+    def _withdraw(self, promise: Promise, missing: str) -> None:
         oldest, newest = TESTED["transformers"]
         warnings.warn(
-            f"transformers {transformers.__version__} lacks {missing}: it is not promised that {promise}; {oldest} to "
-            f"{newest} are tested",
+            f"transformers {transformers.__version__} lacks {missing}: it is not promised that {promise.value}; "
+            f"{oldest} to {newest} are tested",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -523,7 +533,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._began_at = self.state.global_step
         absent = [name for name in (*OWN_STATE, "_total_loss_scalar") if not hasattr(self, name)]
         if absent:
-            self._withdraw(EXACT, ", ".join(absent))
+            self._withdraw(Promise.EXACT, ", ".join(absent))
         if (path := self._resumed) is None:
             return
         if read_manifest(path)["ranks"] == self.args.world_size:

@@ -62,7 +62,6 @@ PARTS = 8
 """The tree of the rows runs as one part, and again in parts of so many times fewer tokens."""
 LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 """At least so many tokens are compared, and at most so many of a model whose memory cannot be predicted."""
-WITHOUT = "train without share_prefixes"
 _BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx", *TOKEN_TYPES)
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
@@ -91,17 +90,14 @@ class Sample:
 
     @property
     def batch(self) -> ModelInputs:
-        """The arguments of the call."""
         return self.question.inputs
 
     @property
     def rows(self) -> Rows:
-        """The rows of the batch."""
         return self.question.rows
 
     @property
     def device(self) -> torch.device:
-        """That of the batch."""
         return self.batch["input_ids"].device
 
     def plain(self, batch: ModelInputs) -> Compared:
@@ -130,7 +126,7 @@ class Sample:
     @property
     def advice(self) -> str:
         """Advice where shared prefixes are wrong."""
-        return advice(self.engine.model, WITHOUT)
+        return advice(self.engine.model, "train without share_prefixes")
 
     def batches_alone(self) -> list[ModelInputs]:
         """The call of each row by itself: without padding, its positions from 0.
@@ -253,8 +249,7 @@ def _run_plain(sample: Sample) -> Run:
 def _run_tree(sample: Sample, engine: TreeEngine) -> Run:
     parameters, output = list(sample.parameters.values()), sample.question.output
     with sketched(parameters, sketch_size(parameters)) as gradients:
-        tree = TreeScores(0, [sample.rows])
-        scored = tree.score(engine, output.score)
+        scored = output.score(engine, TreeScores(0, [sample.rows]))
         answer = Answer(sample.question, scored, slice(None), lambda value: value, engine.capabilities.auxiliary)
         loss = output.answer(answer).loss if output.has_loss else None
         _backward(sample, _objective(sample, answer.scores, loss))
@@ -322,6 +317,11 @@ class Difference(NamedTuple):
     losses: tuple[float, float] | None
     """The plain model's loss and the tree's; None if the trainer computes its own."""
 
+    @property
+    def of_gradients(self) -> float:
+        """To be compared with the limit."""
+        return float(np.maximum(self.gradients, self.worst / KIND_LIMIT))  # NaN if one of them is
+
 
 def judge(
     sample: Sample, plain: Run, trees: list[Run], *, repeatable: bool = True
@@ -363,8 +363,11 @@ def judge(
 
 def _difference(sample: Sample, tree: Run, plain: Run, dtype: torch.dtype) -> Difference:
     worst, kind = _worst_kind(list(sample.parameters), tree.gradients, plain.gradients, dtype)
+    scores = 0.0
+    if plain.scores is not None and tree.scores is not None:
+        scores = relative_error([tree.scores.reshape(plain.scores.shape)], [plain.scores])
     return Difference(
-        scores=0.0 if plain.scores is None else _apart(tree, plain.scores),
+        scores=scores,
         gradients=relative_error(tree.gradients, plain.gradients),
         worst=worst,
         worst_kind=kind,
@@ -372,18 +375,12 @@ def _difference(sample: Sample, tree: Run, plain: Run, dtype: torch.dtype) -> Di
     )
 
 
-def _apart(side: Run, scores: Tensor) -> float:
-    """The relative difference of a side's scores from these."""
-    assert side.scores is not None
-    return relative_error([side.scores.reshape(scores.shape)], [scores])
-
-
 def _why(
     sample: Sample, plain: Run, trees: list[Run], differences: list[Difference], limit: float, *, repeatable: bool
 ) -> str:
     """Say why both sides differ, and which is right where the plain model may be asked; empty if they agree."""
     differs = not all(difference.scores <= limit for difference in differences)  # also true of NaN
-    turned = not differs and not all(_gradients_agree(difference, limit) for difference in differences)
+    turned = not differs and not all(difference.of_gradients <= limit for difference in differences)
     asks_which = repeatable and not sample.alone
     ranks = sample.ranks.exchange((differs, turned)) if asks_which else []
     if any(map(any, ranks)):
@@ -411,11 +408,8 @@ def _which_is_right(sample: Sample, plain: Run, trees: list[Run], limit: float, 
     dtype = compute_dtype(sample.engine.model, sample.device)
 
     def distance(side: Run) -> float:
-        if by_scores:
-            assert alone.scores is not None
-            return _apart(side, alone.scores)
-        worst, _ = _worst_kind(list(sample.parameters), side.gradients, alone.gradients, dtype)
-        return max(relative_error(side.gradients, alone.gradients), worst / KIND_LIMIT)
+        difference = _difference(sample, side, alone, dtype)
+        return difference.scores if by_scores else difference.of_gradients
 
     tree, batch = max(map(distance, trees)), distance(plain)
     cause, change = _layout_of(sample.batch, sample.rows)
@@ -456,10 +450,6 @@ def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
     return limits.get(dtype, limits[torch.bfloat16])
 
 
-def _gradients_agree(difference: Difference, limit: float) -> bool:
-    return difference.gradients <= limit and difference.worst <= KIND_LIMIT * limit
-
-
 def _judged(
     difference: Difference, why: str, cure: str, rows: str, dtype: torch.dtype, limit: float, loss_limit: float
 ) -> str:
@@ -486,7 +476,7 @@ def _judged(
                 "that a forward adds, or an adapter's regularisation (AdaLoRA): remove it, train without "
                 "share_prefixes, or use tt.TreeTrainer with a loss of your own"
             )
-    if not _gradients_agree(difference, limit):
+    if not difference.of_gradients <= limit:
         raise RuntimeError(
             f"first step, {rows}: gradients of the plain model and with shared prefixes differ by "
             f"{difference.gradients:.1e} {allowed}, those of {difference.worst_kind} by {difference.worst:.1e}. "
@@ -552,7 +542,8 @@ def tokens_within(engine: TreeEngine, rows: Rows, output: Output) -> int:
     tokens = int(max(room / token, 0))
     config = causal_lm(engine.model).config.get_text_config()
     if getattr(config, "_attn_implementation", None) == "eager":
-        # Scores and softmax [heads, L, L] of every layer: `pair` n^2 + `token` n = room, for rows of n / ROWS tokens.
+        # It keeps scores and softmax [heads, L, L] of every layer. For n tokens in all, L is n / ROWS, so the memory is
+        # pair * n^2 + token * n, and n is the root at which this is all the room.
         layers = 1 if counts.checkpointing else counts.layers
         pair = layers * counts.heads * (counts.wide_bytes + 2 * counts.dtype_bytes) / ROWS
         tokens = int((-token + (token**2 + 4 * pair * max(room, 0)) ** 0.5) / (2 * pair))
@@ -595,7 +586,7 @@ def small_batch(call: ModelInputs, rows: Rows, chosen: Sequence[int], tokens: in
     if packed or call.get("position_ids") is not None:
         columns["position_ids"] = [torch.arange(len(row)) for row in ids]
     others = {name: value for name, value in call.items() if name not in (*_BY_TOKEN, *_OF_PACKING, *_OF_TREES)}
-    return others | (_packed(columns, call) if packed else _padded(columns, call, left=left))
+    return others | (_packed(columns, call) if packed else _padded(columns, call["input_ids"].device, left=left))
 
 
 def _whole_rows(call: ModelInputs, rows: Rows, chosen: Sequence[int]) -> ModelInputs:
@@ -618,7 +609,7 @@ def _packed(columns: Mapping[str, list[Tensor]], call: ModelInputs) -> ModelInpu
     return batch | {name: ends if name.startswith("cu_") else max(lengths) for name in _OF_PACKING if name in call}
 
 
-def _padded(columns: Mapping[str, list[Tensor]], call: ModelInputs, *, left: bool) -> ModelInputs:
+def _padded(columns: Mapping[str, list[Tensor]], device: torch.device, *, left: bool) -> ModelInputs:
     """Arguments by token of some rows, padded, with their mask.
 
     Args:
@@ -628,8 +619,7 @@ def _padded(columns: Mapping[str, list[Tensor]], call: ModelInputs, *, left: boo
     for name, values in {**columns, "attention_mask": mask}.items():
         fill = IGNORED if name == "labels" else 0
         values = [nn.functional.pad(row, (int(left), 0), value=fill) for row in values]
-        padded = pad_sequence(values, True, fill, padding_side="left" if left else "right")
-        batch[name] = padded.to(call["input_ids"].device)
+        batch[name] = pad_sequence(values, True, fill, padding_side="left" if left else "right").to(device)
     return batch
 
 
@@ -684,18 +674,14 @@ def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None
         return
     ids = [torch.from_numpy(row.ids).long() for row in chosen]
     labels = [row.masked_fill(torch.from_numpy(one.weights == 0), IGNORED) for row, one in zip(ids, chosen)]
-    columns = {"input_ids": (ids, 0), "attention_mask": ([torch.ones_like(row) for row in ids], 0)}
-    columns["labels"] = (labels, IGNORED)
-    device = model_device(engine.model)
-    images = [image for one in chosen for image in one.images]
+    columns, images = {"input_ids": ids, "labels": labels}, [image for row in chosen for image in row.images]
     if images and reads_token_types(image_encoder(engine.model)):
-        types = [torch.from_numpy(one.ids == one.image_token).long() for one in chosen]
-        columns[IMAGE_TYPES] = (types, 0)
-    call = {name: pad_sequence(rows, True, fill).to(device) for name, (rows, fill) in columns.items()}
-    if images:
-        call |= joined_images(images, device)
-
+        columns[IMAGE_TYPES] = [torch.from_numpy(row.ids == row.image_token).long() for row in chosen]
+    device = model_device(engine.model)
+    call = (
+        _padded(columns, device, left=False) | {"use_cache": False} | (joined_images(images, device) if images else {})
+    )
     model = OwnForward(engine.model, "__call__")
-    question = Question(model, TokensOutput(), call | {"use_cache": False}, rows_of(call, model=engine.model))
+    question = Question(model, TokensOutput(), call, rows_of(call, model=engine.model))
     small = _small_sample(question, range(len(chosen)), engine)
     judge(small, *run(small, timed=False), repeatable=False)

@@ -96,14 +96,14 @@ class Answer(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What the first step compares."""
+    """What the first step compares of the plain model's output."""
 
     scores: Tensor | None
     """Log-probabilities [B, L - 1], 0 where nothing is predicted, or rewards [B, c]; None if the model gives none."""
-    loss: Tensor | None = None
+    loss: Tensor | None
     """None if the trainer computes its own."""
-    zero: Tensor = torch.zeros(())
-    """Of the plain model, a zero whose backward reaches every weight."""
+    zero: Tensor
+    """A zero whose backward reaches every weight."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,6 @@ class Output(ABC):
     """The names of the classes of TRL that read it."""
     balances: ClassVar[bool] = True
     """Whether the routers' auxiliary loss is part of it where the model's configuration or the call asks for it."""
-    packages: ClassVar[tuple[str, ...]] = ("transformers", "trl")
-    """The packages whose code reads it."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Output":
@@ -176,12 +174,10 @@ class Output(ABC):
         return counts.vocab * (3 * wide + (2 * logit if logit < wide else 0))
 
 
-@dataclass(frozen=True)
 class LossOutput(Output):
     """``outputs.loss`` of a plain Trainer: the cross-entropy of the labels. Or a loss of the user's own."""
 
     has_loss = True
-    packages = ("transformers",)
 
     def cases(self, call: Call) -> Sequence[tuple[object, Asks]]:
         return (
@@ -273,7 +269,7 @@ class FusedOutput(Output):
 
     def plain(self, forward: Callable[..., Any], batch: ModelInputs) -> Compared:
         scores = forward(**batch).log_probs
-        return Compared(scores, zero=zero_of(scores))
+        return Compared(scores, None, zero_of(scores))
 
     def head_bytes(self, counts: "ModelCounts", device: torch.device) -> float:
         """See `Output`. TRL's head works on tiles, in torch or by a kernel that needs no more than the tile."""
@@ -283,7 +279,6 @@ class FusedOutput(Output):
         return min(counts.vocab, TRL_TILE) * (counts.dtype_bytes if kernel else TRL_TILE_BYTES)
 
 
-@dataclass(frozen=True)
 class RewardsOutput(Output):
     """``outputs.logits`` of a reward model: a number for each row."""
 
@@ -303,7 +298,7 @@ class RewardsOutput(Output):
 
     def plain(self, forward: Callable[..., Any], batch: ModelInputs) -> Compared:
         scores = forward(**batch).logits
-        return Compared(scores, zero=zero_of(scores))
+        return Compared(scores, None, zero_of(scores))
 
     def head_bytes(self, counts: "ModelCounts", device: torch.device) -> float:
         return 0.0
@@ -329,7 +324,7 @@ class TokensOutput(Output):
     def plain(self, forward: Callable[..., Any], batch: ModelInputs) -> Compared:
         logits = forward(**{name: value for name, value in batch.items() if name != "labels"}).logits
         scores = label_logprobs(logits, batch["labels"], self.temperature)
-        return Compared(scores, zero=zero_of(scores))
+        return Compared(scores, None, zero_of(scores))
 
 
 OUTPUTS: tuple[type[Output], ...] = (RewardsOutput, FusedOutput)

@@ -103,14 +103,6 @@ def fused_forward(model: nn.Module) -> Any:
     return forward
 
 
-def place_forwards(answers: Answers, model: nn.Module, name: str) -> None:
-    """Put a `TreeForward` in the place of the model's call of this name, and an `OwnForward` beneath an adapter."""
-    inner = causal_lm(model)
-    if inner is not model and is_fused(inner.forward):
-        inner.forward = OwnForward(inner)
-    setattr(model, name, TreeForward(answers, model, name))
-
-
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A call of the method that does not keep its object alive. When the object is gone, it does nothing."""
     reference = weakref.WeakMethod(method)

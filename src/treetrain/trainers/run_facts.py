@@ -32,8 +32,8 @@ SETTINGS = (
 )
 """Arguments of transformers that change the weights of a run. Those that a subclass adds count too."""
 NOT_SETTINGS = ("execution", "budget", "compile_layers", "overwrite_output_dir", "accept_changes", "max_skipped_steps")
-NOT_SETTINGS_BUT = ("vllm_", "log_", "dataset_num_proc")
-"""Arguments of subclasses, and beginnings of such, that change none."""
+NOT_SETTINGS_PREFIXES = ("vllm_", "log_", "dataset_num_proc")
+"""Arguments of subclasses that change no weights, and beginnings of the names of such arguments."""
 NOT_CONFIG = (
     *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -66,7 +66,7 @@ def facts_of_arguments(args: TrainingArguments) -> dict[str, Json]:
     """The arguments that change the weights of a run."""
     known = {each.name for each in dataclasses.fields(TrainingArguments)}
     more = [each.name for each in dataclasses.fields(args) if each.name not in known]
-    more = [name for name in more if name not in NOT_SETTINGS and not name.startswith(NOT_SETTINGS_BUT)]
+    more = [name for name in more if name not in NOT_SETTINGS and not name.startswith(NOT_SETTINGS_PREFIXES)]
     return {name: _plain(getattr(args, name)) for name in (*SETTINGS, *more) if hasattr(args, name)}
 
 

@@ -10,6 +10,14 @@ Refusal = tuple[object, str]
 """Whether a setting is refused; and its name and value, why, and what to set in its place."""
 DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 """The ways to hold weights that are supported, by accelerate's distributed type."""
+ARGUMENTS = {
+    "torch_compile": ", since the attention is switched at every call; set it to False",
+    "use_liger_kernel": ", which replaces the model's layers; set it to False",
+    "neftune_noise_alpha": ": a shared token would get one noise where every row has its own; set it to None",
+    "label_smoothing_factor": ", which needs the probabilities of all tokens; set it to 0",
+    "activation_offloading": ": the tree's backward comes after the trainer's; bound memory by budget=",
+}
+"""Arguments that must not be set, and why."""
 
 
 def refuse(beginning: str, refusals: Iterable[Refusal]) -> None:
@@ -31,7 +39,8 @@ def check_trainer(trainer: Trainer) -> None:
     parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
     images = {"image", "images"} & {*(getattr(trainer.train_dataset, "column_names", None) or ())}
     dynamo = accelerator.state.dynamo_plugin
-    compiles = "NO" if dynamo is None else dynamo.backend.value
+    backend = "NO" if dynamo is None else dynamo.backend.value
+    given = {name: getattr(args, name, None) for name in ARGUMENTS}
     refusals: list[Refusal] = [
         (
             distributed not in DISTRIBUTED,
@@ -39,31 +48,10 @@ def check_trainer(trainer: Trainer) -> None:
             "DeepSpeed",
         ),
         (args.n_gpu > 1, f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun"),
-        (
-            args.fp16 or accelerator.scaler is not None,
-            "fp16=True and its gradient scaler; set bf16=True instead",
-        ),
-        (args.torch_compile, "torch_compile=True, since the attention is switched at every call; set it to False"),
-        (
-            compiles != "NO",
-            f"accelerate's dynamo_backend: {compiles}, which compiles the model; leave dynamo_config out",
-        ),
-        (args.use_liger_kernel, "use_liger_kernel=True, which replaces the model's layers; set it to False"),
-        (
-            args.neftune_noise_alpha,
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: a shared token would get one noise where every row has "
-            "its own; set it to None",
-        ),
-        (
-            args.label_smoothing_factor,
-            f"label_smoothing_factor={args.label_smoothing_factor}, which needs the probabilities of all tokens; set "
-            "it to 0",
-        ),
+        (args.fp16 or accelerator.scaler is not None, "fp16=True and its gradient scaler; set bf16=True instead"),
+        *((given[name], f"{name}={given[name]}{why}") for name, why in ARGUMENTS.items()),
+        (backend != "NO", f"accelerate's dynamo_backend: {backend}, which compiles the model; leave dynamo_config out"),
         (trainer.model_init is not None, "model_init, which makes another model later; give the trainer a model"),
-        (
-            getattr(args, "activation_offloading", False),
-            "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=",
-        ),
         (parallelism, "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out"),
         (
             (getattr(causal_lm(model), "_tp_size", None) or 1) > 1,

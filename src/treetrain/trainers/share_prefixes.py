@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
 from treetrain.trainers.batches import ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
 from treetrain.trainers.outputs import Answer, Output, Question, TokensOutput, TreeOutput, kind_of_output
-from treetrain.trainers.patches import TreeForward, before_steps, place_forwards, weakly
+from treetrain.trainers.patches import OwnForward, TreeForward, before_steps, is_fused, weakly
 from treetrain.trainers.processes import Processes
 from treetrain.trainers.settings import check_trainer
 from treetrain.trainers.sharded_processes import ShardedProcesses
@@ -173,13 +174,16 @@ class PrefixSharing:
         models = [trainer.accelerator.unwrap_model(model) for model in models]
         self.outputs: dict[nn.Module, Output] = {model: kind.of(model) for model in models}
         """What the trainer asks each of its models for."""
-        self.output = self.outputs[self.model]
+        self.output = self.outputs[models[0]]
         self.steps = StepScores(trainer, functools.partial(self.output.rows, model=self.model))
         for model, output in self.outputs.items():
             self._engine(model, output)  # raises before any forward is replaced
         for model in self.outputs:
-            place_forwards(self, model, self.processes.call)
-        for package in kind.packages:
+            inner, name = causal_lm(model), self.processes.call
+            if inner is not model and is_fused(inner.forward):  # beneath an adapter
+                inner.forward = OwnForward(inner)
+            setattr(model, name, TreeForward(self, model, name))
+        for package in ("transformers",) if kind.has_loss else ("transformers", "trl"):
             warn_if_untested(package)
         if trainer.accelerator.num_processes > 1:
             before_steps(self._before_step)

@@ -106,8 +106,7 @@ class TreeScores:
         from treetrain.core.engine.engine_model import ScoredModel
 
         before, joint = None, self.last > self.first
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
-        if joint and not trains:
+        if joint and not (torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())):
             engine.prepared.check()
             before = ScoredModel(engine.prepared)
         self.scored = by(engine, self)
@@ -172,16 +171,17 @@ class Arrivals(NamedTuple):
     """Whether no more gradients are expected, or those that have come are needed now."""
 
 
-def decided(ranks: Sequence[Arrivals], *, expected: bool) -> Literal["backward", "wait", "drop"]:
+def decided(arrivals: Sequence[Arrivals], *, expected: bool) -> Literal["backward", "wait", "drop"]:
     """Decide what happens to a tree next, the same on all ranks that run its passes together.
 
     Args:
+        arrivals: of each of these ranks.
         expected: whether gradients are still expected where none have arrived.
     """
-    ended = all(own.ended for own in ranks)
-    if any(own.waiting for own in ranks):
-        return "backward" if ended or any(own.set_anew for own in ranks) else "wait"
-    dropped = any(own.arrived for own in ranks)  # what is still to come is expected all the same
+    ended = all(rank.ended for rank in arrivals)
+    if any(rank.waiting for rank in arrivals):
+        return "backward" if ended or any(rank.set_anew for rank in arrivals) else "wait"
+    dropped = any(rank.arrived for rank in arrivals)  # what is still to come is expected all the same
     return "drop" if dropped or (ended and not expected) else "wait"
 
 
@@ -284,42 +284,44 @@ class StepScores:
         """
         done = []
         for scores in list(self.waiting):
-            scored = scores.scored
-            if scored is None:
+            if (scored := scores.scored) is None:
                 continue
-            deferral = scored.deferral
-            waiting = deferral.waiting() if deferral.arrived else []
-            own = Arrivals(
-                arrived=deferral.arrived,
-                waiting=bool(waiting),
-                set_anew=0 < len(waiting) < len(deferral.parameters),
-                ended=everything or self._has_ended(scores),
-            )
-            with self.ranks.together("the backward of the step's trees"):
-                ranks = self.ranks.exchange(own)
-            outcome = decided(ranks, expected=self.ranks.alone or self.step.training)
+            arrivals = self._arrivals(scores, scored, ended=everything or self._has_ended(scores))
+            outcome = decided(arrivals, expected=self.ranks.alone or self.step.training)
             if outcome == "wait":
                 continue
             self.waiting.remove(scores)
             if outcome == "drop":
                 scored.drop_gradients()
-                continue
-            self.step.trees = [tree for tree in self.step.trees if tree is not scores]
-            self._count_cut(scores)
-            if not waiting:
-                scored.zero_gradients()  # other ranks have some
-            try:
-                scored.backward(sync=sync)
-            except RuntimeError as error:
-                if not scored.model_has_changed:
-                    raise
-                raise RuntimeError(
-                    f"{error}. It must not change before the trees of a step have run backward: after the last "
-                    "micro-batch for a tree with rows of other micro-batches, and after training_step where several "
-                    "processes train. In one process with gradient_accumulation_steps=1 they run within loss.backward()"
-                ) from error
-            done.append(scored)
+            else:
+                self._run_backward(scores, scored, sync=sync)
+                done.append(scored)
         return done
+
+    def _arrivals(self, scores: TreeScores, scored: "Scored", *, ended: bool) -> list[Arrivals]:
+        """The gradients that each of `ranks` has at the scores of a tree; a collective call of them."""
+        deferral = scored.deferral
+        waiting = deferral.waiting() if deferral.arrived else []
+        set_anew = 0 < len(waiting) < len(deferral.parameters)
+        with self.ranks.together("the backward of the step's trees"):
+            return self.ranks.exchange(Arrivals(deferral.arrived, bool(waiting), set_anew, ended))
+
+    def _run_backward(self, scores: TreeScores, scored: "Scored", *, sync: bool) -> None:
+        """Run a tree backward, and forget its scores, so that later micro-batches are scored again."""
+        self.step.trees = [tree for tree in self.step.trees if tree is not scores]
+        self._count_cut(scores)
+        if not (scored.deferral.arrived and scored.deferral.waiting()):
+            scored.zero_gradients()  # other ranks have some
+        try:
+            scored.backward(sync=sync)
+        except RuntimeError as error:
+            if not scored.model_has_changed:
+                raise
+            raise RuntimeError(
+                f"{error}. It must not change before the trees of a step have run backward: after the last "
+                "micro-batch for a tree with rows of other micro-batches, and after training_step where several "
+                "processes train. In one process with gradient_accumulation_steps=1 they run within loss.backward()"
+            ) from error
 
     def _has_ended(self, scores: TreeScores) -> bool:
         """Whether no more gradients are expected: the model may be called for a joint tree again in a micro-batch."""

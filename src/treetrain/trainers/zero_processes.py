@@ -12,7 +12,7 @@ last micro-batch. So:
 Until then every process holds its own gradients whole, in the weights' dtype. Under ZeRO-1 DeepSpeed does so too.
 Under ZeRO-2 it would free them within a backward, so trees need more memory there.
 
-Under ZeRO-3 no process holds whole gradients. `extensions/zero.py` has DeepSpeed reduce the gradients of each part as
+Under ZeRO-3 no process holds whole gradients. `parallel/zero.py` has DeepSpeed reduce the gradients of each part as
 they come, and all ranks score and run backward together, as under FSDP2.
 """
 
@@ -29,6 +29,7 @@ from treetrain.core.engine.score import Scored
 from treetrain.engine import TreeEngine
 from treetrain.logs.records import Json
 from treetrain.parallel.zero import head_read_outside
+from treetrain.trainers.settings import Refusal, refuse
 from treetrain.trainers.sharded_processes import ShardedProcesses
 from treetrain.trainers.step_scores import StepScores
 
@@ -147,27 +148,24 @@ def check_zero(config: Mapping[str, Json]) -> None:
     stage, partition = zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
     accumulates = str((config.get("data_types") or {}).get("grad_accum_dtype")).removeprefix("torch.")
     tp_size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    refusals = {
-        f"zero_optimization.stage: {stage}; set it to {' or '.join(map(str, STAGES))}": stage not in STAGES,
-        f"zero_optimization.zero_hpz_partition_size: {partition} (ZeRO++); leave it out": partition > 1,
-        **{f"zero_optimization.{name} (ZeRO++), which rounds; leave it out": zero.get(name) for name in ROUNDING},
-        "zero_optimization.zenflow, which steps with old gradients; leave it out": zero.get("zenflow"),
-        "zero_optimization.offload_param.device: nvme; set it to cpu or none": str(
-            (zero.get("offload_param") or {}).get("device")
-        ).endswith("nvme"),
-        f"tensor_parallel.autotp_size: {tp_size}; leave it out": tp_size > 1,
-        "compile.deepcompile; leave it out": (config.get("compile") or {}).get("deepcompile"),
-        "data_types.grad_accum_dtype: fp32 with bf16 and stage 1, whose optimizer takes gradients within a backward; "
-        "set zero_optimization.stage: 2": stage == 1
-        and _enabled(config, "bf16")
-        and accumulates in ("fp32", "float32"),
-    }
-    refusals |= {
-        f"{name}; leave it out (bf16.enabled: true is exact)": _enabled(config, name) for name in CHANGES_PASSES
-    }
-    for reason, refused in refusals.items():
-        if refused:
-            raise ValueError(f"share_prefixes cannot be exact with DeepSpeed's {reason}")
+    offloads_to = str((zero.get("offload_param") or {}).get("device"))
+    fp32_gradients = stage == 1 and _enabled(config, "bf16") and accumulates in ("fp32", "float32")
+    refusals: list[Refusal] = [
+        (stage not in STAGES, f"zero_optimization.stage: {stage}; set it to {' or '.join(map(str, STAGES))}"),
+        (partition > 1, f"zero_optimization.zero_hpz_partition_size: {partition} (ZeRO++); leave it out"),
+        *((zero.get(name), f"zero_optimization.{name} (ZeRO++), which rounds; leave it out") for name in ROUNDING),
+        (zero.get("zenflow"), "zero_optimization.zenflow, which steps with old gradients; leave it out"),
+        (offloads_to.endswith("nvme"), "zero_optimization.offload_param.device: nvme; set it to cpu or none"),
+        (tp_size > 1, f"tensor_parallel.autotp_size: {tp_size}; leave it out"),
+        ((config.get("compile") or {}).get("deepcompile"), "compile.deepcompile; leave it out"),
+        (
+            fp32_gradients,
+            "data_types.grad_accum_dtype: fp32 with bf16 and stage 1, whose optimizer takes gradients within a "
+            "backward; set zero_optimization.stage: 2",
+        ),
+        *((_enabled(config, name), f"{name}; leave it out (bf16.enabled: true is exact)") for name in CHANGES_PASSES),
+    ]
+    refuse("share_prefixes cannot be exact with DeepSpeed's ", refusals)
 
 
 def _enabled(config: Mapping[str, Json], name: str) -> bool:
