@@ -164,22 +164,18 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
         )
     if "loss_weight" in cleaned:
         cleaned["weight"] = cleaned.pop("loss_weight") if "weight" not in cleaned else cleaned["weight"]
-    content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")
-    if message.keys().isdisjoint((*CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call")):
-        known = (*MESSAGE_KEYS, *FINISH_KEYS, "id", "type", "model")  # a table drops a `content` that is null
-        if others := [name for name in message if name not in known and isinstance(message[name], str | list)]:
-            raise DataError(f"{where} has no `content`, but {', '.join(map(quoted, others))}; name the text `content`")
-    if not isinstance(content, str | list):
-        raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of parts")
+    _set_weight(cleaned, where, notes)
+
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     results = 0
-    for number, part in enumerate([content] if isinstance(content, str) else content):
+    for number, part in enumerate(_parts(message, where)):
         here = f"{where}: content part {number}"
         part = _typed(part)
         kind = _kind_of(part)
         if kind in RESULT_PARTS:
+            # Templates have results as messages of their own. Text in front of a result was said before it.
             if texts:
                 yield cleaned | {"content": "".join(texts)}
             texts, results = [], results + 1
@@ -195,6 +191,7 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
             notes.add("redacted thinking is not in the log, so it is not in the row", where)
         else:
             (thoughts if kind in REASONING_PARTS else texts).append(_part(part, kind, here, place_image))
+
     if thoughts:
         cleaned["reasoning_content"] = "\n".join(thoughts)
     elif (reasoning := first_of(message, *REASONING_KEYS)) is not None:
@@ -207,6 +204,28 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
     names = [look_up(call, "id") for call in given]  # LangChain lists Anthropic's calls in both places
     if calls := [*given, *(call for call in calls if call["id"] is None or call["id"] not in names)]:
         cleaned["tool_calls"] = [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls)]
+    if texts or not results or calls:  # nothing is left of a message that held results alone
+        yield _said_once(cleaned | {"content": "".join(texts)}, where, notes)
+
+
+def _parts(message: Message, where: str) -> list[Json]:
+    """The parts of a message's content; one for a text, and for no content an empty text."""
+    content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")
+    if message.keys().isdisjoint((*CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call")):
+        known = (*MESSAGE_KEYS, *FINISH_KEYS, "id", "type", "model")  # a table drops a `content` that is null
+        if others := [name for name in message if name not in known and isinstance(message[name], str | list)]:
+            raise DataError(f"{where} has no `content`, but {', '.join(map(quoted, others))}; name the text `content`")
+    if not isinstance(content, str | list):
+        raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of parts")
+    return [content] if isinstance(content, str) else content
+
+
+def _set_weight(cleaned: Message, where: str, notes: Notes) -> None:
+    """Check a message's weight, advantage and reward, and multiply the weight by flags that say whether it is trained.
+
+    Raises:
+        DataError: a weight, advantage or reward that is no number, or a flag that is none.
+    """
     for name in ("weight", "advantage", "reward"):
         if name in cleaned and not is_number(cleaned[name]):
             cure = " (0 leaves the message out)" if name == "weight" else ""
@@ -215,11 +234,9 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
         trained = cleaned.pop(name)
         if not isinstance(trained, bool) and trained not in (0, 1):
             raise DataError(f"{where}: `{name}` is {quoted(trained)}, expected true or false, or 1 or 0")
-        if trained and role != "assistant":
-            notes.add(f"a {role} message is marked to be trained; only assistant messages are", where)
+        if trained and cleaned["role"] != "assistant":
+            notes.add(f"a {cleaned['role']} message is marked to be trained; only assistant messages are", where)
         cleaned["weight"] = cleaned.get("weight", 1.0) * trained
-    if texts or not results or calls:
-        yield _said_once(cleaned | {"content": "".join(texts)}, where, notes)
 
 
 def _said_once(message: Message, where: str, notes: Notes) -> Message:

@@ -22,7 +22,7 @@ def read_nodes(record: Record, notes: Notes) -> list[Record]:
     """Every trajectory as a row of its own; a recorded episode has several traces."""
     if "traces" in record:
         return [row for trace in objects(record, "traces") for row in _trace(trace, facts(record), notes)]
-    return _own(record, notes) if look_up(record, "nodes.0.sampled") is None else _trace(record, {}, notes)
+    return _own_form(record, notes) if look_up(record, "nodes.0.sampled") is None else _trace(record, {}, notes)
 
 
 def _nodes(record: Record) -> list[Node]:
@@ -31,7 +31,11 @@ def _nodes(record: Record) -> list[Node]:
     return given
 
 
-def _own(record: Record, notes: Notes) -> list[Record]:
+def _own_form(record: Record, notes: Notes) -> list[Record]:
+    """Trees in our own form: nodes with ids and parents, and `trajectories` if these are not just the leaves.
+
+    Names of nodes are the user's, in any order, so all are read before the first parent is looked up.
+    """
     given = _nodes(record)
     index: dict[Json, int] = {}
     for number, node in enumerate(given):
@@ -48,6 +52,7 @@ def _own(record: Record, notes: Notes) -> list[Record]:
     for number, node in enumerate(given):
         made = {fact: value for fact, names in NODE_FACTS.items() if (value := first_of(node, *names)) is not None}
         parent = node.get("parent")
+        # Writers of arrays have -1 for a root, others null.
         made["parent"] = None if parent in (None, -1) else find(parent, f"nodes.{number}.parent")
         made |= {} if node.get("key") is None else {"key": node["key"]}
         if "messages" in node or "message" in node:
@@ -60,7 +65,7 @@ def _own(record: Record, notes: Notes) -> list[Record]:
     if record.get("trajectories") is None:
         ends = [known | facts(given[leaf]) | {"key": None, "node": leaf} for leaf in leaves]
     else:
-        leaves, ends = [], []
+        leaves, ends = [], []  # trajectories may end in inner nodes, with facts of their own
         for number, one in enumerate(field(record, "trajectories", list)):
             name, own = (one.get("node"), facts(one)) if isinstance(one, Mapping) else (one, {})
             ends.append(known | own | {"node": find(name, f"trajectories.{number}.node")})

@@ -157,17 +157,27 @@ class Differences:
         return [0, 0] if max(counts) < PIECE or counts == [theirs.size, ours.size] else counts
 
     def _cause(self, row: int, partner: int, gap: Gap, *, later: bool) -> str:
+        """The cause of one piece of a difference.
+
+        The tests go from what is certain to what is a guess. The same text in other tokens cannot be anything else.
+        Then messages are counted: a harness that drops one has changed the history, whatever the texts show. Tools,
+        dates and ids are causes in front of the first turn alone.
+
+        Args:
+            later: whether the row is a later call of the partner's conversation, rather than another prompt.
+        """
         prepared = self.prepared
         ours, theirs = self._sides(row, partner, gap)
-        system = not later or gap.second_start < prepared.turns(row)[0]
+        system = not later or gap.second_start < prepared.turns(row)[0]  # in front of the first turn
         kinds = set() if prepared.tokenizer is None else self._textual(row, partner, gap)
         for kind in ("retokenised", "whitespace"):
-            if kind in kinds:
+            if kind in kinds:  # a harness that parses arguments and writes them again has changed the call
                 return "history" if "arguments" in kinds and not system else kind
         if not system:
             dropped = int(np.isin(theirs, prepared.turn_ends).sum())
             if dropped != int(np.isin(ours, prepared.turn_ends).sum()):
                 start = prepared.ids[partner][max(gap.first_start - HEADER, 0) : gap.first_start]
+                # Several whole messages that are gone, and nothing in their place.
                 whole = not ours.size and dropped > 1 and np.isin(start, prepared.turn_ends).any()
                 return "truncation" if whole else "history"
         if "think" in kinds:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treetrain.core.tree.trajectory import common_prefix
-from treetrain.logs.inspection.alignment import RUN, Alignment, align, earlier_partners
+from treetrain.logs.inspection.alignment import RUN, Alignment, Ids, align, earlier_partners
 from treetrain.logs.inspection.differences import HEADER, PIECE, Differences, Edit
 from treetrain.logs.inspection.prepared import Prepared
 
@@ -79,7 +79,9 @@ class Partners:
         """
         if len(calls) < 2:
             return [], calls
-        all_ids, context, masked = self.prepared.ids, self.prepared.context, self.prepared.masked
+        all_ids = self.prepared.ids
+        context = self.prepared.context
+        masked = self.prepared.masked
         partners = earlier_partners(calls, all_ids.__getitem__)
         prompts: dict[bytes, list[int]] = {}  # earlier rows by their prompts
         lengths: list[int] = []  # of these prompts, in order
@@ -126,10 +128,13 @@ class Partners:
             least: the least number of tokens that must agree, if not `certain`.
         """
         prepared = self.prepared
-        masked, context, answer = prepared.masked[partner], prepared.context[partner], prepared.trained[partner]
-        first, second = prepared.ids[partner], prepared.ids[row][: prepared.context[row]]
+        masked = prepared.masked[partner]
+        context = prepared.context[partner]  # tokens in front of the answer
+        answer = prepared.trained[partner]
+        first = prepared.ids[partner]
+        second = prepared.ids[row][: prepared.context[row]]  # a row's own answer is new
         if not certain and not (prepared.masked[row] and answer.any()):
-            return None
+            return None  # without an answer that comes again nothing tells a later call from another prompt
         if shared >= first.size:
             # Duplicates and rows that are prefixes of others are no calls.
             link = Link(row, partner, [], first.size, first.size) if certain or second.size >= first.size else None
@@ -138,19 +143,11 @@ class Partners:
         if shared >= second.size:
             # Another answer to the same prompt.
             return Link(row, partner, [], second.size, second.size) if certain else None
-
-        def reappearing(found: Alignment) -> int:
-            inside = (answer[gap.first_start : gap.first_stop].sum() for gap in found.gaps)
-            return int(answer[: found.first_end].sum() - sum(inside))
-
-        # The last message of the row is new, unless this is another answer to a prompt that was changed.
-        ends = np.flatnonzero(np.isin(second, prepared.turn_ends))
-        found = align(first, second[: ends[-2] + 1] if ends.size > 1 else second, to_end=True)
-        if (again := reappearing(found)) < ANSWER:
-            found = align(first, second, to_end=True)
-            again = reappearing(found)
+        found, again = self._with_answer(first, second, answer)
         reappears = again >= min(ANSWER, int(answer.sum()))
         if certain:
+            # The calls are of one conversation. Still the row is a new context if neither the answer comes again nor
+            # all of the prompt in front of it, and if the earlier row does not hold all of the row's context either.
             begins = bool(found.gaps) and found.gaps[0].first_start >= context - 2
             continues = not masked or reappears or begins or found.second_end == second.size
         else:
@@ -166,6 +163,25 @@ class Partners:
         # The whole prompt reappears, but not the answer: no agent with a prompt of its own.
         same = found.first_end >= context - 2 and masked
         return Link(row, partner, [], found.first_end, found.second_end) if same and not found.gaps else None
+
+    def _with_answer(self, first: Ids, second: Ids, answer: np.ndarray) -> tuple[Alignment, int]:
+        """How the second row agrees with the first, and how many tokens of the first row's answer it has.
+
+        Args:
+            answer: bool, by token of the first row.
+        """
+
+        def reappearing(found: Alignment) -> int:
+            inside = (answer[gap.first_start : gap.first_stop].sum() for gap in found.gaps)
+            return int(answer[: found.first_end].sum() - sum(inside))
+
+        # The last message of the row is new, unless this is another answer to a prompt that was changed.
+        ends = np.flatnonzero(np.isin(second, self.prepared.turn_ends))
+        found = align(first, second[: ends[-2] + 1] if ends.size > 1 else second, to_end=True)
+        if (again := reappearing(found)) < ANSWER:
+            found = align(first, second, to_end=True)
+            again = reappearing(found)
+        return found, again
 
     def _one_conversation(self, row: int, partner: int, found: Alignment, again: int) -> bool:
         """Whether rows without an episode agree in more than an answer that many give, such as "Done.".
