@@ -171,7 +171,10 @@ class TreeEngine(core.TreeEngine):
         return functools.reduce(operator.add, balances).to(model.device)
 
     def _balance_of(self, tree: TokenTree) -> "RouterBalance":
-        return self.router_balance(tree)
+        asked = self.prepared.capabilities  # of the step: `router_balance` is a call by itself, which asks for its own
+        balance = self.router_balance(tree)
+        self.prepared.capabilities = asked
+        return balance
 
     def _with_images(
         self, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]

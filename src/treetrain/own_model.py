@@ -119,10 +119,14 @@ class _LossPasses:
     """Calls a loss function of the user's own on the parts of a plan. The `PartRunner` of `Packed.forward_backward`."""
 
     def __init__(self, batch: Batch, plan: Plan, loss_of: Callable[[PackedPart], Tensor], device: torch.device):
-        self.total, self.device, self.counts = torch.zeros((), device=device), device, PassCounts()
+        self.total = torch.zeros((), device=device)
+        self.device = device
+        self.counts = PassCounts()
         self.needs_gradients = not plan.num_parts
         """Whether some part's loss requires a gradient: not one of a part without anything trained in it or above."""
-        self._batch, self._plan, self._loss_of = batch, plan, loss_of
+        self._batch = batch
+        self._plan = plan
+        self._loss_of = loss_of
         self._predictions = np.flatnonzero(batch.used)
         part_of_read = plan.part_of[batch.layout.edge_rows[batch.edges]]
         self._by_part = np.argsort(part_of_read, kind="stable")

@@ -101,7 +101,9 @@ class ModelShape:
         """
         if dtype_bytes not in (2, 4, 8):
             raise ValueError(f"dtype_bytes={dtype_bytes!r}: numbers of 2, 4 or 8 bytes are known")
-        b, wide, hidden = dtype_bytes, max(WIDE, dtype_bytes), self.hidden
+        b = dtype_bytes
+        wide = max(WIDE, dtype_bytes)
+        hidden = self.hidden
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norms = 2 * (2 * hidden * b + (hidden + 1) * wide)
         attention = 3 * (queries + keys) * b + (queries + keys + 2 * self.heads + self.kv_heads) * wide

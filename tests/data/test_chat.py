@@ -381,6 +381,13 @@ def test_the_users_rows_are_not_changed():
     assert message["content"] is None and call["function"]["arguments"] == "{}"
 
 
+@pytest.mark.parametrize("key", ["train", "loss_mask"])
+def test_what_a_message_says_before_the_result_of_a_tool_is_not_trained_either(key):
+    parts = [{"type": "text", "text": "a"}, {"type": "tool_result", "content": "b"}, {"type": "text", "text": "c"}]
+    cleaned = clean_messages([{"role": "assistant", key: 0, "content": parts}], Notes())
+    assert [(one["content"], one.get("weight")) for one in cleaned] == [("a", 0), ("b", None), ("c", 0)]
+
+
 @pytest.mark.parametrize("text", ["", "3", '{"a": 1}', "[1]", "[broken"])
 def test_a_tools_file_that_is_no_list_of_schemas_is_refused(tmp_path, text):
     path = tmp_path / "tools.json"

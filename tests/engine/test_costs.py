@@ -347,16 +347,20 @@ def test_a_gpu_needs_the_scratch_of_flash_attention_and_no_rounded_gradient_of_t
     assert gpu.head_pass == 0 < cpu.head_pass
 
 
-def test_an_error_of_a_moment_while_counting_is_not_remembered(monkeypatch):
-    engine, count, failed = tt.TreeEngine(make_model()), costs.count, []
+OF_A_MOMENT = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError(28, "disk full")]
+
+
+@pytest.mark.parametrize("error", OF_A_MOMENT, ids=lambda error: type(error).__name__)
+def test_an_error_of_a_moment_while_counting_is_not_remembered(error, monkeypatch):
+    engine, run, failed = tt.TreeEngine(make_model()), costs._run, []
 
     def fails_once(*args, **kwargs):
         if not failed:
             failed.append(1)
-            raise MemoryError
-        return count(*args, **kwargs)
+            raise error
+        return run(*args, **kwargs)
 
     monkeypatch.setattr(costs, "_COUNTED", {})
-    monkeypatch.setattr(costs, "count", fails_once)
+    monkeypatch.setattr(costs, "_run", fails_once)
     assert engine.prepared.cost is None and failed
     assert engine.prepared.cost is not None

@@ -142,6 +142,15 @@ def test_an_encoder_that_cannot_be_counted_takes_a_budget_in_tokens():
         step(tt.TreeEngine(model, budget=100))
 
 
+def test_a_want_of_memory_while_an_encoder_is_counted_is_not_remembered():
+    model = image_model("Qwen3-VL", torch.float32)
+    distinct = tt.build_tree(ROWS).images.distinct
+    with mock.patch.object(encoder_memory, "_COUNTED", {}):
+        with mock.patch.object(encoder_memory, "without_data", side_effect=MemoryError()):
+            assert isinstance(encoder_memory.encoder_memory(model, distinct), tt.UnsupportedModel)
+        assert encoder_memory.encoder_memory(model, distinct).held > 0
+
+
 def test_an_encoder_that_reads_all_images_in_one_sequence_takes_a_budget_in_tokens():
     model, picture = image_model("Mistral 3", torch.float32), image(1, family="Mistral 3")
     rows = [row(3, picture, 4), row(3, picture, 5)]

@@ -102,3 +102,15 @@ def test_hooks_see_no_graph_where_nothing_has_gradients(monkeypatch):
     with torch.no_grad():
         scored(monkeypatch, model, "recomputed")
     assert taken and not any(x.requires_grad for x in taken)
+
+
+def test_a_hook_that_removes_itself_runs_once(monkeypatch):
+    model, runs = make_model("qwen3"), []
+
+    def once(*_):
+        runs.append(1)
+        handle.remove()
+
+    handle = model.model.layers[0].mlp.register_forward_hook(once)
+    scored(monkeypatch, model, "recomputed")
+    assert runs == [1] and not model.model.layers[0].mlp._forward_hooks

@@ -114,6 +114,18 @@ def test_a_layer_with_another_part_is_refused():
     refused(model, r"model\.layers\.0\.linear_attn")
 
 
+def test_a_want_of_memory_while_a_layer_is_tried_says_nothing_about_its_class(monkeypatch):
+    def no_memory(*_args, **_keywords):
+        raise MemoryError
+
+    model = make_model("qwen3_5_text")
+    monkeypatch.setattr(recurrent_layers, "_TRUSTED", {})
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(recurrent_layers.nn.init, "normal_", no_memory)
+        tt.TreeEngine(model)
+    tt.TreeEngine(model)
+
+
 TRIED = dict.fromkeys(["qwen3_5_text", "qwen3_next_dense", "olmo_hybrid", "lfm2", *MAMBA, "falcon_h1_plain"], 1)
 TRIED |= {"falcon_h1": 2, "falcon_h1_plain": 2, "zamba2": 3}
 """Families, and how many recurrent layers their small models have."""

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, masking_utils
 from support.plans import attention_forest
 from treetrain.core.attention.rectangles import RectangleAttention
 from treetrain.core.errors import UnsupportedModel
-from treetrain.core.hf.tree_mode import INTERFACE, RangeMask, TreeRun, _tree_attention, mask_of
+from treetrain.core.hf.tree_mode import INTERFACE, RangeMask, TreeRun, _tree_attention, hooks_replaced, mask_of
 from treetrain.core.tree.layout import AttentionRange
 
 
@@ -125,3 +125,17 @@ def test_a_mask_with_two_bounds_is_refused():
 def test_a_model_that_computes_with_its_mask_is_refused(use):
     with pytest.raises(UnsupportedModel, match="computes with its attention mask, a window of 3"):
         use(RangeMask(AttentionRange(window=3)))
+
+
+def test_hooks_replaced_are_back_in_their_order_and_those_of_the_block_follow():
+    def first(): ...
+    def second(): ...
+    def third(): ...
+    def new(): ...
+
+    hooks, none = {1: first, 2: second, 3: third}, {}
+    with hooks_replaced([hooks, None, none], {first: None, second: new, third: third}.get):
+        assert hooks == {2: new, 3: third}
+        del hooks[3]  # as a hook that removes itself
+        hooks[4] = new
+    assert list(hooks.items()) == [(1, first), (2, second), (4, new)] and not none

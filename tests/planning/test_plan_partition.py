@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.plans import LinearPrices, check_plan, layout_of, nested_forks, star, uniform
 from treetrain.check.forests import forests
-from treetrain.core.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, partition, whole_trees
+from treetrain.core.planning.partition import _NEAR, _Cutter, _groups_taken, pack_bins, partition, whole_trees
 from treetrain.core.planning.plan import heights
 
 RUNS = settings(max_examples=100, deadline=None)
@@ -156,7 +156,7 @@ def test_a_kept_part_leaves_a_child_alone_that_would_take_the_room_of_many_other
     ],
 )
 def test_a_kept_part_takes_in_as_many_small_subtrees_as_save_parts(owned, most, room, must, taken):
-    assert _how_many(owned, most, room, must, 10**9) == taken
+    assert _groups_taken(owned, most, room, must, 10**9) == taken
 
 
 def test_a_recomputed_part_takes_in_subtrees_that_hang_off_it_anywhere():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from treetrain.check.linear import relative_error
 from treetrain.core.attention.reference import visible
 from treetrain.core.attention.schedule import Forest, Schedule
-from treetrain.core.tree.layout import segments
+from treetrain.core.tree.token_tree import segments
 
 
 def coverage(schedule: Schedule) -> np.ndarray:

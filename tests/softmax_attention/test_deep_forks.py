@@ -125,8 +125,8 @@ def blocks_of(forest: Forest) -> ForkBlocks:
         end=forest.ends[forest.segment_start[:-1]],
         depth=forest.depth,
         max_depth=np.array(deepest),
-        rectangle=lambda queries, keys: 1000.0 * queries * keys,
-        tiles=lambda slots, path: slots * path,
+        rectangle_cost=lambda queries, keys: 1000.0 * queries * keys,
+        tiles_cost=lambda slots, path: slots * path,
     )
 
 

@@ -12,7 +12,7 @@ from support.plans import attention_forest
 from treetrain.check.forests import bushy_rows, forests, runs
 from treetrain.core.attention import schedule as schedule_module
 from treetrain.core.attention.schedule import Forest, make_schedule
-from treetrain.core.tree.layout import segments
+from treetrain.core.tree.token_tree import segments
 
 CALL_PAIRS = (0.0, 1.0, 64.0, 2e3, 1e5, 1e9)
 

@@ -239,14 +239,22 @@ def test_the_check_compares_numbers_where_the_caller_has_tensors_without_data(on
         assert self_check.failure_of_backend(*given, sinks=False, below_path=True) is None
 
 
-def test_a_want_of_memory_says_nothing_about_the_backend(monkeypatch):
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+def test_a_want_of_memory_says_nothing_about_the_backend(error, monkeypatch):
     def no_memory(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setitem(BACKENDS, "varlen", no_memory)
     x = torch.zeros(2, 4, 16)
     given = ("varlen", BACKENDS["varlen"], x, x, x, PLAIN_ATTENTION)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(error)):
         self_check.failure_of_backend(*given, sinks=False, below_path=False)
     assert not kernel_checks._FAILURES
 

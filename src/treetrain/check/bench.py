@@ -131,7 +131,9 @@ def bench(
     medians = {name: statistics.median(times) for name, times in measured.items()}
     baseline = min(close, key=lambda name: medians[name])
     ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
-    speedup, plan, cost = statistics.median(ratios), engines["tree"].plan(rows), cost_if_countable(model)
+    speedup = statistics.median(ratios)
+    plan = engines["tree"].plan(rows)
+    cost = cost_if_countable(model)
     ideal = None
     if cost is not None:
         tokens = engines["tree"].budget
@@ -245,7 +247,9 @@ def measured_cost(model: nn.Module) -> CostModel:
     Raises:
         UnsupportedModel: a model that is not exact on a tree or cannot be counted.
     """
-    cost, capabilities, device = cost_of(model), check_model(model), model_device(model)
+    cost = cost_of(model)
+    capabilities = check_model(model)
+    device = model_device(model)
     short, long = (min(n, capabilities.max_positions or n) for n in CALIBRATION_TOKENS[device.type])
     plans = [_chain(n, capabilities.vocab_size) for n in (min(short, long // 2), long)]
     times = [_pass_seconds(model, plan) for plan in plans]

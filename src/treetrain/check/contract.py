@@ -257,7 +257,9 @@ class Routes(TorchFunctionMode):
 
     def __init__(self, experts: int, top_k: int, given: np.ndarray | None = None):
         super().__init__()
-        self._experts, self._top_k, self._given = experts, top_k, given
+        self._experts = experts
+        self._top_k = top_k
+        self._given = given
         self.found: list[Tensor] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -384,7 +384,9 @@ Events = dict[_Key, tuple[str, list[Tensor]]]
 
 def _events(model: nn.Module, head: nn.Module, tokens: int, run: Callable[[], object]) -> Events:
     """All calls of modules in a run, by what they were given before their hooks and returned after them."""
-    names, stack, events = {module: name for name, module in model.named_modules()}, [""], Events()
+    names = {module: name for name, module in model.named_modules()}
+    stack = [""]
+    events = Events()
 
     def add(module: nn.Module, given: object, *, end: bool) -> None:
         number = sum(key.module == names[module] and key.end == end for key in events)
@@ -421,7 +423,9 @@ def _by_token(given: object, tokens: int) -> list[Tensor]:
 
 def _first_different(engine: Engine, rows: list[list[int]]) -> tuple[str, float] | None:
     """The module whose forward or hooks first give something else on a tree, and by how much; None if not found."""
-    model, tree, scalar = engine.prepared, build_tree(rows, merge=engine.merge), engine.capabilities.scalar
+    model = engine.prepared
+    tree = build_tree(rows, merge=engine.merge)
+    scalar = engine.capabilities.scalar
     offsets, index = tree.paths()
     pooled = scalar is not None and scalar.pooled
     layout = last_states(tree, engine.capabilities)[0] if pooled else Batch.of(tree, weighted=False).layout

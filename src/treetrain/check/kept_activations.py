@@ -9,7 +9,7 @@ A part whose graph is kept needs nothing: the penalty's backward frees its graph
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from treetrain.core.engine.extension import Extension, ModelPass
 from treetrain.core.engine.snapshot import hook_name, is_stock
 from treetrain.core.errors import UnsupportedModel
+from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 
 
 class KeptActivations(Extension):
@@ -28,16 +29,16 @@ class KeptActivations(Extension):
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
-        self._model, self._modules, self._without_graph = model, modules, False
+        self._model = model
+        self._modules = modules
+        self._without_graph = False
 
     @contextmanager
     def around(self, *, graph: bool, backward: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in self._modules:
-                for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                    own = {number: hook for number, hook in hooks.items() if not is_stock(hook)}
-                    stack.callback(hooks.update, own)
-                    hooks.update({number: self._seeing_a_graph(hook) for number, hook in own.items()})
+        def seeing(hook: Callable[..., Any]) -> Callable[..., Any]:
+            return hook if is_stock(hook) else self._seeing_a_graph(hook)
+
+        with hooks_replaced(forward_hooks(self._modules), seeing):
             yield
 
     def before_forward(self, model_pass: ModelPass) -> None:

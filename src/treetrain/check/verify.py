@@ -157,7 +157,10 @@ def verify(
             return plain.accumulate_gradients(rows, loss, normaliser)
 
     loss_linear, linear = plain.gradients_of(run_linear, size)
-    reference, linear_error, limit, against = linear, None, TOLERANCE.get(dtype, 0.0), "each row by itself"
+    reference = linear
+    linear_error = None
+    limit = TOLERANCE.get(dtype, 0.0)
+    against = "each row by itself"
     wider = torch.float32 if not exact else torch.float64
     if dtype != wider and plain.has_copies:
         try:
@@ -218,7 +221,9 @@ class PlainModel:
 
     def __init__(self, model: nn.Module, value_head: nn.Module | None = None, temperature: float = 1.0):
         capabilities = check_model(model, critics=True)
-        self._model, self._value_head, self._temperature = model, value_head, temperature
+        self._model = model
+        self._value_head = value_head
+        self._temperature = temperature
         self._head, self.experts = capabilities.head, experts_of(capabilities)
         self._wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
 

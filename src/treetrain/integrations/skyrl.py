@@ -90,7 +90,9 @@ class ScoresOfRows:
 
     def __init__(self, engine: TreeEngine, data: Any, *, entropies: bool):
         actions = data.metadata["response_length"]
-        rows, masks, self._places = [], [], {}
+        rows = []
+        masks = []
+        self._places = {}
         for ids, real in zip(data["sequences"].cpu(), data["attention_mask"].cpu().bool()):
             # Equal rows have equal scores, so they may share a leaf: it gets the sum of their gradients.
             key = row_key(ids, real)

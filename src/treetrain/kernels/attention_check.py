@@ -23,7 +23,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from treetrain.core.attention.kv_cache import KVCache, KVCacheView, TreeAttention
+from treetrain.core.attention.attention import Constructor
+from treetrain.core.attention.kv_cache import KVCache
 from treetrain.core.attention.reference import reference_attention, visible
 from treetrain.core.attention.schedule import AttentionSpec, Forest
 from treetrain.core.tree.layout import AttentionRange, PackedLayout, cut, pack
@@ -40,12 +41,11 @@ ALLOWED = 3.0
 LEAST = 0.03
 """Gradients that cancel, to less than this share of the output's gradient, are compared with that share."""
 NAMES = ("the output", "the gradient of queries", "of keys", "of values", "of sinks")
-Make = Callable[[Forest, KVCacheView | None, torch.device, int], TreeAttention | None]
 
 
 def failure_of_backend(
     name: str,
-    make: Make,
+    make: Constructor,
     query: Float[Tensor, "n H D"],
     key: Float[Tensor, "n G D"],
     value: Float[Tensor, "n G V"],
@@ -116,7 +116,9 @@ def _cases(path: int, heads: tuple[int, int], sizes: tuple[int, int]) -> Iterato
 
 def _forks(new: Callable[[int], list[int]]) -> list[list[int]]:
     """A chain and branches that span tiles, and a branch of one token below a branch: alone at its depth of forks."""
-    trunk, rest, branch = new(100), new(175), new(170)
+    trunk = new(100)
+    rest = new(175)
+    branch = new(170)
     # Both ends of the trunk have two leaves, so the one with more tokens comes first.
     return [trunk + rest, trunk + rest[:60] + new(30), trunk + branch, trunk + branch[:80] + new(1), new(20)]
 
@@ -149,7 +151,7 @@ def _alone(layout: PackedLayout, path: int) -> np.ndarray:
 
 
 def _runs(
-    make: Make,
+    make: Constructor,
     heads: tuple[int, int],
     sizes: tuple[int, int],
     dtype: torch.dtype,
@@ -189,11 +191,19 @@ def _runs(
 
 
 def _results(
-    make: Make, case: _Case, path: int, dtype: torch.dtype, device: torch.device, spec: AttentionSpec, extra: list
+    make: Constructor,
+    case: _Case,
+    path: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: AttentionSpec,
+    extra: list,
 ) -> list[Tensor] | None:
     """The backend's output and gradients; None if it leaves the forest to others."""
     q, k, v, grad_out = (x.to(device, dtype) for x in case[2:6])
-    count, size, below = len(q), q.shape[2], np.arange(path, len(q))
+    count = len(q)
+    size = q.shape[2]
+    below = np.arange(path, len(q))
     view = cache = None
     if path:
         cache = KVCache(path, device, gradients=True, tokens=count)
@@ -232,7 +242,9 @@ def _expected(
     compared = _compared(case, path, device)
     grad_out = case.grad_out.to(device, dtype) * compared[:, None, None]
     ends, depth = (torch.from_numpy(x).to(device) for x in (case.layout.ends, case.layout.positions))
-    groups, scale, ranged = inputs[1].shape[1], inputs[0].shape[2] ** -0.5, spec.visible_range
+    groups = inputs[1].shape[1]
+    scale = inputs[0].shape[2] ** -0.5
+    ranged = spec.visible_range
     seen, where = visible(ends, depth, ranged.window, ranged.chunk), {"window": ranged.window, "chunk": ranged.chunk}
     wide = [x.double().requires_grad_() for x in (*inputs, *extra)]
     rights, plains = [], []
@@ -244,7 +256,9 @@ def _expected(
                 q, wide[1][:, own], wide[2][:, own], ends, scale, depth=depth, softcap=spec.softcap, sinks=sink, **where
             )
         )
-        k, v, g = wide[1][:, own].detach(), wide[2][:, own].detach(), grad_out.chunk(groups, 1)[group].double()
+        k = wide[1][:, own].detach()
+        v = wide[2][:, own].detach()
+        g = grad_out.chunk(groups, 1)[group].double()
         rounding = _rounding(dtype, tf32=tf32)
         plains.append(flash_attention(q.detach(), k, v, g, seen, scale, spec.softcap, sink, rounding))
     out = torch.cat(rights, 1)

@@ -17,6 +17,7 @@ from treetrain.core.attention.attention import Backends, Constructor
 from treetrain.core.attention.kv_cache import CachedAttention, KVCacheView, TreeAttention
 from treetrain.core.attention.rectangles import RectangleAttention
 from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.core.engine.memory import is_out_of_memory
 from treetrain.kernels.checks import CHECKED, Run, failure_of
 from treetrain.kernels.flash_kernel import kernel_of
 from treetrain.kernels.launch import why_no_triton
@@ -167,7 +168,7 @@ class DeviceBackends(Backends):
         try:
             return BACKENDS[name](forest, cache, device, heads_times_size)
         except Exception as error:
-            if device.type not in CHECKED or isinstance(error, torch.OutOfMemoryError):
+            if device.type not in CHECKED or is_out_of_memory(error):
                 raise
             return error
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from treetrain.core.engine.memory import is_out_of_memory
+
 logger = logging.getLogger(__name__)
 CHECKED = {"cuda"}
 """Types of devices on which a kernel is compared with its reference before its first use."""
@@ -54,7 +56,8 @@ def failure_of(
         tf32: whether float32 products may be rounded to TF32.
 
     Raises:
-        torch.OutOfMemoryError: no memory is left for the small inputs, which says nothing about the kernel.
+        torch.OutOfMemoryError, MemoryError, RuntimeError: no memory is left for the small inputs, which says nothing
+            about the kernel; it is checked again at the next call.
     """
     key = kernel, dtype, tf32, *case
     if key not in _FAILURES:
@@ -85,9 +88,9 @@ def _failure(runs: Callable[[], Iterable[Run]], limit: float) -> str | None:
                 for again in ("", ", in its second run"):
                     # `not <=` is also true of NaN.
                     wrong += [f"{name} by {error:.1e}{again}" for name, error in run().items() if not error <= limit]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # a compiler, a driver or the kernel itself
+        if is_out_of_memory(error):
+            raise
         first = (str(error).strip() or "no message").splitlines()[0]
         return f"raised {type(error).__name__}: {first[:160]}"
     if not wrong:

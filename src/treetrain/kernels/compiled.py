@@ -24,6 +24,7 @@ from treetrain.core.engine.loss_gradients import KnownGradients
 from treetrain.core.engine.model_passes import ModelPasses
 from treetrain.core.engine.parameter_hooks import HooksOnce
 from treetrain.core.engine.snapshot import buffers_kept
+from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 from treetrain.core.planning.cost import ModelCounts
 from treetrain.core.planning.partition import whole_trees
 from treetrain.core.planning.plan import Plan
@@ -196,16 +197,13 @@ def _run(engine: EngineModel, passes_type: type[ModelPasses], tokens: int, *, gr
     with ExitStack() as stack:
         stack.enter_context(buffers_kept(engine.model))
         stack.enter_context(gradients_aside(engine.parameters))
-        for module in engine.modules:
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                own = {n: hook for n, hook in hooks.items() if getattr(hook, "__code__", None) not in HARMLESS_HOOKS}
-                stack.callback(hooks.update, own)
-                hooks.update(dict.fromkeys(own, _no_hook))
+        stack.enter_context(hooks_replaced(forward_hooks(engine.modules), _without_effect))
         extensions = [x for x in engine.extensions(tree, balanced=False) if not isinstance(x, HooksOnce)]
         passes = passes_type(engine, extensions, PassCounts(), table, gradients)
         executor = Executor(whole_trees(layout, tokens), passes, gradients=graph)
         executor.train() if graph else executor.score()
 
 
-def _no_hook(*_: object, **__: object) -> None:
-    """In place of a user's hook."""
+def _without_effect(hook: Callable[..., object]) -> Callable[..., object]:
+    """A hook in place of a user's. Some hook stays: layers that have one are compiled in pieces, here as in steps."""
+    return hook if getattr(hook, "__code__", None) in HARMLESS_HOOKS else lambda *_, **__: None

@@ -29,7 +29,9 @@ def intervals(forest: Forest) -> Int32[np.ndarray, "F N"]:
 
     The first interval is empty. A token's last one ends with itself; those after it are empty and stand there.
     """
-    start, parent, count = forest.segment_start, forest.segment_parent, len(forest.ends)
+    start = forest.segment_start
+    parent = forest.segment_parent
+    count = len(forest.ends)
     top = path_tops(parent)
     tops, chain = np.unique(top, return_inverse=True)
     depth = np.zeros(len(tops), np.int64)  # forks above a chain at which its path leaves the first child

@@ -38,7 +38,9 @@ class TritonChunk(PlainChunk):
         from treetrain.kernels import lm_head_kernels  # imports Triton, which may not be installed
 
         assert scaling.logit_map.cap is None
-        self._kernels, self._factor, self._entropy = lm_head_kernels, scaling.factor, entropy
+        self._kernels = lm_head_kernels
+        self._factor = scaling.factor
+        self._entropy = entropy
         self._logits = logits
         self._entropies: Tensor | None = None
 

@@ -164,7 +164,9 @@ class TritonTreeAttention(CachedAttention):
         """Launch a kernel of `Shapes`, whose first tensors are query, key and value, over the blocks that it owns."""
         query, key, value = tensors[:3]
         (count, heads, size), (groups, value_size) = query.shape, value.shape[1:]
-        tables, tile, by_key = self.tables(spec.visible_range), self.tile, name == "key_gradient"
+        tables = self.tables(spec.visible_range)
+        tile = self.tile
+        by_key = name == "key_gradient"
         shape: Shape = getattr(shapes_for(max(size, value_size), query.dtype), name)
         blocks = {"BLOCK_M": min(shape.queries, tile), "BLOCK_N": min(shape.keys, tile)}
         lists = tables.by_key if by_key else tables.by_query

@@ -151,7 +151,9 @@ def _alike(
 ) -> list[Int64[np.ndarray, " _"]]:
     """Group sequences of similar length; each group holds ascending indices of sequences."""
     blocks = -(-np.diff(queries)[:, 0] // BLOCK) - (-np.diff(keys)[:, 0] // BLOCK)
-    groups, rest, most = [], np.argsort(-blocks, kind="stable"), _most_sequences(tokens)
+    groups = []
+    rest = np.argsort(-blocks, kind="stable")
+    most = _most_sequences(tokens)
     while len(rest):
         idle = np.cumsum(blocks[rest[0]] - blocks[rest])
         size = min(int(np.searchsorted(idle, IDLE_BLOCKS, side="right")), most)

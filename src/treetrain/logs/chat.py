@@ -8,7 +8,6 @@ or noted where it is thinking; so is a message of others.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import re
 import weakref
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from treetrain.core.digest import digest
 from treetrain.core.errors import DataError, expect, quoted, shortened
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.logs.killable import ChildError, Killable
@@ -162,7 +162,9 @@ class ChatReader:
 
     def prepared(self, record: Record, notes: Notes) -> Conversation | ChatRow:
         """One record as messages to be rendered, or as text. Raises DataError without the place."""
-        settings, renderer, facts = self.settings, self.renderer, row_facts(record, notes)
+        settings = self.settings
+        renderer = self.renderer
+        facts = row_facts(record, notes)
         notes.masks = "the completion"
         if "messages" not in record:
             notes.unused_keys(unknown(record, TEXT_KEYS))
@@ -253,7 +255,7 @@ class ChatReader:
         """Return what to call for the text in place of an image; it adds a digest to `keys` or an image to `placed`."""
 
         def key(part: object, _here: str) -> str:
-            keys.append(hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16])
+            keys.append(digest(json.dumps(part, sort_keys=True, default=str)))
             return IMAGE_TEXT
 
         def place(part: object, here: str) -> str:
@@ -690,7 +692,9 @@ class Renderer:
     def tokenised(self, row: ChatRow, notes: Notes) -> Trajectory:
         """The trajectory of a row. Raises DataError if the tokenizer cannot read the text."""
         bos = self._bos() if row.add_bos else np.zeros(0, np.int32)
-        ids, number, at = [bos], [np.full(bos.size, -1)], 0
+        ids = [bos]
+        number = [np.full(bos.size, -1)]
+        at = 0
         for text in row.texts:
             own, starts, ends = self.encode(text)
             of_span = np.full(own.size, -1)

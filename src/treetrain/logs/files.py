@@ -81,7 +81,10 @@ def read_records(path: str | os.PathLike[str], notes: Notes | None = None) -> Fo
     """
     if not os.fspath(path):
         raise DataError("the path is empty; give a file or a folder")
-    given, path, notes, empty = os.fspath(path), Path(path), notes or Notes(), True
+    given = os.fspath(path)
+    path = Path(path)
+    notes = notes or Notes()
+    empty = True
     try:
         for file in _files_of(path, notes):
             kind, found = _kind(file), None
@@ -254,7 +257,9 @@ class _Decompressed(io.RawIOBase):
     """
 
     def __init__(self, stream: Any, compressed: int, before: int = 0) -> None:
-        self.stream, self.compressed, self.given = stream, compressed, before
+        self.stream = stream
+        self.compressed = compressed
+        self.given = before
 
     def readable(self) -> bool:
         return True
@@ -459,7 +464,9 @@ def _read_table(path: Path, kind: str, notes: Notes) -> Found:
     """The rows of a Parquet or Arrow file (the file and the stream form), which a process of its own reads."""
     import pyarrow.parquet  # noqa: F401  # before the fork, so that the next file has it too
 
-    number, given, size = 0, 0, path.stat().st_size
+    number = 0
+    given = 0
+    size = path.stat().st_size
     read: Killable[tuple[list[str], list[Any], int] | None] = Killable(
         partial(next, _table(path, kind), None), TABLE_BYTES
     )

@@ -54,7 +54,9 @@ class Killable(Generic[Result]):
     """
 
     def __init__(self, function: Callable[..., Result], memory: int) -> None:
-        self._function, self._memory, self._lock = function, memory, threading.Lock()
+        self._function = function
+        self._memory = memory
+        self._lock = threading.Lock()
         self._child: _Child | None = None
 
     def __call__(self, seconds: float, *args: object) -> Result:

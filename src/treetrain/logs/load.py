@@ -1,7 +1,6 @@
 """Read logs into trajectories: detect the format, convert records to rows, and check that rows fit the model."""
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -10,6 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
+from treetrain.core.digest import digest
 from treetrain.core.errors import DataError, expect, nearest, quoted, shortened
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.logs.chat import IMAGE_KEYS, ChatReader, ChatRow, Conversation
@@ -542,9 +542,9 @@ class _Reading:
                 "the record has images, which in Python a processor as the tokenizer prepares in conversations; "
                 "--images key keeps rows with different images apart, to inspect them"
             )
-        digest = hashlib.sha256(repr(images).encode("utf-8", "replace")).hexdigest()[:16]
+        key = digest(repr(images))
         rest = {name: value for name, value in row.items() if name not in IMAGE_KEYS}
-        return rest | {"key": digest if row.get("key") is None else f"{row['key']} {digest}"}
+        return rest | {"key": key if row.get("key") is None else f"{row['key']} {key}"}
 
     def _converted(self, record: Record) -> list[Record]:
         """The rows of a record. A record can hold anything, so every error of a reader becomes a DataError."""

@@ -370,7 +370,9 @@ def _closing(template: Template, marked: _Marked, tools: Tools, last: Place, aft
     key = ("closing", value.part, after is None, written)
     if key in template.edges:
         return template.edges[key]
-    markers, same, first = list(template.marker.finditer(written)), len(written), False
+    markers = list(template.marker.finditer(written))
+    same = len(written)
+    first = False
     ended = marked.messages[: value.message + 1]
     if after is not None:
         alone = _written_after(template, marked, ended, tools, last.number)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
-from treetrain.core.engine.engine_model import TRANSIENT
+from treetrain.core.engine.memory import may_pass
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.head.lm_head import Scaling
 from treetrain.core.hf.capability import Capabilities, causal_lm, is_checkpointed, model_device
@@ -79,7 +79,9 @@ def cost_of(model: nn.Module) -> CostModel:
     if isinstance(counts, str):
         raise UnsupportedModel(counts)
     kind = "cuda" if device.type == "cuda" else "cpu"
-    counts, shards, copies = counts.checkpointed(is_checkpointed(model)), 1, 1
+    counts = counts.checkpointed(is_checkpointed(model))
+    shards = 1
+    copies = 1
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         if is_sharded(model):  # on a mesh of two dimensions, over the second one
             mesh = meshes_of(model)[0]
@@ -94,8 +96,10 @@ def cost_if_countable(model: nn.Module) -> CostModel | None:
     """`cost_of` a model; None for one that cannot be counted, or not now."""
     try:
         return cost_of(model)
-    except (UnsupportedModel, *TRANSIENT):
-        return None
+    except Exception as error:
+        if isinstance(error, UnsupportedModel) or may_pass(error):
+            return None
+        raise
 
 
 def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
@@ -114,27 +118,30 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     recurrent = instance_of(RecurrentLayers, capabilities.special) is not None
     weights = [p for p in lm.parameters() if p.dim() > 1]
     tokens = TOKENS
-    while any(tokens in weight.shape for weight in weights):
+    while any(tokens in weight.shape for weight in weights):  # tensors of tokens and of weights are told by shape
         tokens += 64
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     meter = Meter({tuple(weight.shape) for weight in weights}, flash=device.type == "cuda")
+    forward = Meter(meter.shapes, flash=meter.flash)
     try:
         with without_data(lm) as (copy, fake), fake, torch.autocast("cpu", autocast, enabled=autocast is not None):
             decoder = copy.base_model
             _, layers = decoder_layers(decoder, lm.config.get_text_config().num_hidden_layers)
             with meter, tallied(layers, meter), torch.enable_grad():
                 output = _run(decoder, meter, tokens, recurrent=recurrent)
-                saved, copies = meter.now, meter.weights_now
+                # All that lives now is what backward needs. The peak from here on is what backward takes beside it.
+                saved = meter.now
+                copies = meter.weights_now
                 meter.peak = meter.now
                 output.sum().backward()
                 working = meter.peak - saved
                 del output
-            forward = Meter(meter.shapes, flash=meter.flash)
+            # Without graph, storages are freed as layers go on: the peak is that of one layer.
             with forward, tallied(layers, forward), torch.no_grad():
                 _run(decoder, forward, tokens, recurrent=recurrent)
-    except (UnsupportedModel, *TRANSIENT):
-        raise
     except Exception as error:  # any error from tensors without data
+        if isinstance(error, UnsupportedModel) or may_pass(error):
+            raise
         raise UnsupportedModel(
             f"what {type(lm).__name__} costs cannot be counted without running it ({type(error).__name__}: {error}), "
             "so bytes cannot be predicted: give the budget in tokens."
@@ -147,8 +154,9 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     longest = getattr(text, "max_position_embeddings", None) or 0
     ranges: Counter[AttentionRange] = Counter()
     for name, flops in meter.tally.items():
-        if isinstance(name, tuple):
+        if isinstance(name, tuple):  # a window longer than any row is none
             ranges[FULL if name[1].window and name[1].window >= longest > 0 else name[1]] += flops
+    # Embedding and head are counted apart: their gradients are summed over parts, and they may be one matrix.
     ends = {id(w): w for m in (embedded, capabilities.head) if (w := getattr(m, "weight", None)) is not None}
     own_layers = nn.ModuleList(decoder_layers(lm.base_model, text.num_hidden_layers)[1])
     in_layers = sum(p.numel() for p in own_layers.parameters() if id(p) not in ends)
@@ -252,18 +260,18 @@ def without_data(model: nn.Module) -> Iterator[tuple[Any, FakeTensorMode]]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Any] = {}
 
-    def tensor(old: Any) -> Any:
+    def tensor(old: Any) -> Any:  # each once, so that tied weights stay tied
         if old is not None and id(old) not in made:
             with fake:
                 new = torch.empty(old.shape, dtype=old.dtype)
             made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            if new.is_floating_point() and old.requires_grad:
+            if new.is_floating_point() and old.requires_grad:  # weights' gradients are counted by their shapes
                 made[id(old)].register_post_accumulate_grad_hook(_drop_gradient)
         return made.get(id(old))
 
     def module(old: nn.Module) -> Any:
         if id(old) not in made:
-            new = made[id(old)] = object.__new__(type(old))
+            new = made[id(old)] = object.__new__(type(old))  # no copy of tensors, and no constructor
             new.__dict__ = {name: value for name, value in vars(old).items() if name != "forward"}
             for name, value in vars(old).items():
                 if name.endswith("_hooks") and isinstance(value, dict):
@@ -282,14 +290,11 @@ def without_data(model: nn.Module) -> Iterator[tuple[Any, FakeTensorMode]]:
     copy = module(model)
     experts = "_experts_implementation_internal"
     configs = {id(c): c for m in copy.modules() if hasattr(c := getattr(m, "config", None), experts)}
-    before = [(config, getattr(config, experts)) for config in configs.values()]
-    try:
-        for config, _ in before:  # products of groups of rows, whose shapes do not depend on the routers' choices
-            setattr(config, experts, "grouped_mm")
+    with ExitStack() as stack:
+        # Experts as products of groups of rows, whose shapes do not depend on the routers' choices.
+        for config in configs.values():
+            stack.enter_context(replaced(config, **{experts: "grouped_mm"}))
         yield copy, fake
-    finally:
-        for config, value in before:
-            setattr(config, experts, value)
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -309,7 +314,10 @@ def tallied(layers: list[nn.Module], meter: Meter) -> Iterator[None]:
             masks = tuple(str(x.range) for x in given if isinstance(x, RangeMask))
             kind = type(layer), weights, masks, tuple(x.shape for x in given if isinstance(x, Tensor))
             if kind not in seen:
-                before, flops, now, copies = meter.tally.copy(), meter.flops, meter.now, meter.weights_now
+                before = meter.tally.copy()
+                flops = meter.flops
+                now = meter.now
+                copies = meter.weights_now
                 out = forward(*args, **kwargs)
                 meter.tally["flops"] += meter.flops - flops
                 meter.tally["saved"] += meter.now - now

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from treetrain.core.engine.memory import may_pass
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import causal_lm, is_checkpointed, model_device
 from treetrain.core.planning.cost import Beside
@@ -44,7 +45,9 @@ def encoder_memory(model: nn.Module, images: Sequence[Image]) -> Beside | Unsupp
     One image is counted for each power of two of sizes, and others in proportion: an encoder's memory is linear in the
     size of images, unless its attention is eager.
     """
-    inner, lm, device = image_encoder(model), causal_lm(model), model_device(model)
+    inner = image_encoder(model)
+    lm = causal_lm(model)
+    device = model_device(model)
     assert inner is not None
     if SIZES in images[0].inputs:
         return UnsupportedModel(
@@ -65,10 +68,13 @@ def encoder_memory(model: nn.Module, images: Sequence[Image]) -> Beside | Unsupp
                 whole = _count(model, inner, image, graph=graph, autocast=autocast)
                 _COUNTED[key] = EncoderBytes(whole.held / size, whole.peak / size, whole.copies)
             except Exception as error:  # any error from tensors without data
-                _COUNTED[key] = (
+                why = (
                     f"what the image encoder of {type(lm).__name__} needs cannot be counted without running it "
                     f"({type(error).__name__}: {error}), so bytes cannot be predicted: give the budget in tokens."
                 )
+                if may_pass(error):
+                    return UnsupportedModel(why)  # the next call counts again
+                _COUNTED[key] = why
         counted = _COUNTED[key]
         if isinstance(counted, str):
             return UnsupportedModel(counted)
@@ -96,9 +102,10 @@ def _count(model: nn.Module, inner: Any, image: Image, *, graph: bool, autocast:
         with meter, tallied(list(layers), meter), own_attention(inner, attention), torch.set_grad_enabled(graph):
             made = encode_images(copy, inputs)
             del inputs, x
+            # What lives after the forward is saved for backward, once for the layers that ran; the others are tallied.
             now, above = meter.now, meter.peak - meter.now
             saved = now + meter.tally["saved"] - meter.run_saved
-            if is_checkpointed(model):
+            if is_checkpointed(model):  # layers keep their outputs alone, and run again one by one
                 saved += meter.tally["outputs"] - meter.tally["saved"]
             copies = meter.weights_now + meter.tally["copies"] - meter.run_copies
             meter.peak = now
@@ -108,7 +115,7 @@ def _count(model: nn.Module, inner: Any, image: Image, *, graph: bool, autocast:
             working = meter.peak - now + (meter.most_saved if is_checkpointed(model) else 0)
     wide = [kind.numel() * torch.promote_types(kind.dtype, torch.float32).itemsize for kind in made.kinds]
     leaves = sum(size for size, kind in zip(wide, made.kinds) if kind.dtype.itemsize < 4)
-    if not kinds:
+    if not kinds:  # nothing is trained, so there is no graph: features stay, in their dtype and as leaves
         features = sum(kind.nbytes for kind in made.kinds)
         return EncoderBytes(features + leaves, max(now + above, features + leaves), copies)
     gradients = sum(wide)

@@ -174,9 +174,10 @@ def cut_evenly(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if filled(middle)[-1] == last else (middle + 1, high)
-    # Second pass, from the last bound to the first: many bounds keep all ranges within this limit. A bound may lie
-    # where filled ranges end at the latest, and where the range behind it just fits at the earliest. Between these the
-    # place is taken where the fewest seconds are needed on both sides.
+    # Second pass: many cuts keep all ranges within this limit. Bounds are chosen from the last to the first. The latest
+    # place of a bound is where the filled ranges in front of it end; the earliest is where the range behind it still
+    # fits. A token that both sides of a bound need is paid twice, so among these places the one is taken where such
+    # tokens cost least.
     furthest, paid_twice = filled(low + slack), opened - closed
     bounds = [last]
     for latest in furthest[-2:0:-1]:

@@ -180,7 +180,9 @@ def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
     by_name = [{offer.name: number for number, offer in enumerate(own)} for own in offers]
     names = dict.fromkeys(name for own in by_name for name in own)
     chosen = min(([own.get(name, 0) for own in by_name] for name in names), key=total)
-    best, steps, unchanged = total(chosen), 0, 0
+    best = total(chosen)
+    steps = 0
+    unchanged = 0
     size = sum(len(own[number].passes.kinds) for own, number in zip(offers, chosen))
     while unchanged < len(offers):
         for rank, own in enumerate(offers):

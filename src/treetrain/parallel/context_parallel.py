@@ -82,7 +82,9 @@ class Share:
     """
 
     def __init__(self, ranks: Ranks, layout: PackedLayout, *, score: bool = True):
-        self.ranks, self.layout, self._scored = ranks, layout, score
+        self.ranks = ranks
+        self.layout = layout
+        self._scored = score
         self.size = -(-layout.num_tokens // ranks.size)
         start = ranks.rank * self.size
         self._tokens = slice(start, start + self.size)

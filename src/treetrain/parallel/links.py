@@ -79,7 +79,9 @@ class WeightCollectives(NamedTuple):
         compute dtype and reduces gradients in float32 or wider. Copies then add up their shards of the gradients.
         Experts may be divided over some of the ranks first, so they have groups of their own.
         """
-        b, wide, layers = counts.dtype_bytes, counts.wide_bytes, counts.layers
+        b = counts.dtype_bytes
+        wide = counts.wide_bytes
+        layers = counts.layers
         in_experts, ends = counts.expert_parameters, counts.parameters - counts.parameters_in_layers
         rest, expert_calls = counts.parameters_in_layers - in_experts, layers if in_experts else 0
         shards, expert_shards = sharding.shards.size, experts.shards.size

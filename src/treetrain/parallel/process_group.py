@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from treetrain.core.engine.ranks import Ranks
@@ -184,6 +183,8 @@ class GroupRanks(Ranks):
     def leave(self, error: BaseException) -> None:
         assert self.group is not None
         self.lost = True
+        # The others may be in any collective call, where no message reaches them. The group's store needs none: the
+        # rank that fails first writes there why, and those that fail for its absence read it.
         store: Any = self.group.get_group_store()
         if not _was_left_by_others(error):
             store.set(_ERROR, f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}")
@@ -393,11 +394,6 @@ def meshes_of(*modules: nn.Module | None) -> "list[DeviceMesh]":
     """The device meshes that weights of these modules lie on, each once."""
     weights: Any = (parameter for module in modules if module is not None for parameter in module.parameters())
     return list(dict.fromkeys(parameter.device_mesh for parameter in weights if hasattr(parameter, "device_mesh")))
-
-
-def own_part(parameter: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
-    """The part of a parameter that this rank holds."""
-    return getattr(parameter, "ds_tensor" if is_partitioned(parameter) else "_local_tensor", parameter)
 
 
 def whole_tensor(shard: Any) -> Tensor:

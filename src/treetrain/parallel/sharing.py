@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from treetrain import __version__
+from treetrain.core.digest import digest
 from treetrain.core.engine.engine_model import EngineModel, Sharing
 from treetrain.core.engine.extension import Extension, Reduces
 from treetrain.core.engine.ranks import Ranks
@@ -85,7 +85,9 @@ class GroupSharing(Sharing):
         context: "dist.ProcessGroup | None",
         zero: nn.Module | None = None,
     ):
-        self._model, self._value_head, self._zero = model, value_head, zero
+        self._model = model
+        self._value_head = value_head
+        self._zero = zero
         self.context, self.tensor = GroupRanks(context), tensor_parallel_ranks(model, group, context)
         self.same_rows = self.context if self.tensor.alone else self.tensor
         self.ranks = ranks_of(model, group, value_head, self.same_rows)
@@ -122,7 +124,7 @@ class GroupSharing(Sharing):
         if self.same_rows.alone:
             return free
         arrays = (layout.input_ids, layout.parent, layout.edge_rows, layout.edge_targets)
-        hashes = [sha256(x.tobytes()).hexdigest()[:16] for x in arrays]
+        hashes = [digest(x.tobytes()) for x in arrays]
         by_set: dict[int, list[Any]] = {}
         for number, *own in ranks.exchange((self.ranks.data_rank, hashes, free)):
             by_set.setdefault(number, []).append(own)
@@ -191,8 +193,7 @@ class GroupSharing(Sharing):
             "the temperature": model.temperature,
             "the kind of engine": kind,
             "the model": f"{type(model.model).__name__} of {len(weights)} weights",
-            # Python's own hash differs between processes.
-            "the weights' shapes and kinds": sha256(repr(weights).encode()).hexdigest()[:16],
+            "the weights' shapes and kinds": digest(repr(weights)),
             "the auxiliary loss": model.capabilities.auxiliary,
             "loss": repr(loss),
             "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},

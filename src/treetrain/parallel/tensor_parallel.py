@@ -17,7 +17,7 @@ whose plan leaves these norms out (GLM-4-MoE). At the end of a call the ranks co
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import RanksDisagree, UnsupportedModel
 from treetrain.core.head.lm_head import ChunkGradients, EdgesOfChunk, LogSumExp, Moments, PlainChunk, Statistics
 from treetrain.core.hf.capability import Capabilities, causal_lm, is_plain_linear
-from treetrain.core.hf.tree_mode import replaced
+from treetrain.core.hf.tree_mode import hooks_replaced, replaced
 from treetrain.parallel.process_group import GroupRanks, is_shard, meshes_of, sharded_modules
 
 STYLES = (
@@ -305,6 +305,9 @@ def tensor_parallel_mode(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         dist.all_reduce(wide, group=ranks.group)
         return wide.to(gradient.dtype)
 
+    def unless_partial(hook: Callable[..., object]) -> Callable[..., object] | None:
+        return None if PARTIAL in getattr(hook, "__qualname__", "") else hook
+
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.Linear) and is_shard(module.weight):
@@ -314,11 +317,7 @@ def tensor_parallel_mode(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             # transformers' forward would register its hook.
             stack.enter_context(replaced(module, forward=partial(type(module).forward, module)))
             for parameter in module.parameters(recurse=False):
-                hooks: Any = parameter._post_accumulate_grad_hooks or {}
-                theirs = {key: hook for key, hook in hooks.items() if PARTIAL in getattr(hook, "__qualname__", "")}
-                for key in theirs:
-                    del hooks[key]
-                stack.callback(hooks.update, theirs)
+                stack.enter_context(hooks_replaced([parameter._post_accumulate_grad_hooks], unless_partial))
                 if parameter.requires_grad:
                     handle = parameter.register_hook(summed)
                     stack.callback(handle.remove)

@@ -24,6 +24,7 @@ from treetrain.core.engine.extension import ModelPass
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.head.lm_head import Scores
 from treetrain.core.hf.capability import causal_lm
+from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 from treetrain.parallel.process_group import is_partitioned
 from treetrain.parallel.sharded import Sharded
 
@@ -61,7 +62,9 @@ class Partitioned(Sharded):
             self._end_backward()
 
     def after_forward(self, model_pass: ModelPass, outputs: ModelOutput, scores: Scores) -> Scores:
-        if torch.is_grad_enabled() and not self._inputs:  # the same in all passes
+        # Every forward with graph sets these counts, and every backward uses them up. They are the same in all passes,
+        # so those of the first forward are set again before each backward.
+        if torch.is_grad_enabled() and not self._inputs:
             modules = ((module, vars(module).get(_INPUTS)) for module in self._model.modules())
             self._inputs = {module: count for module, count in modules if count is not None}
         return super().after_forward(model_pass, outputs, scores)
@@ -94,17 +97,9 @@ def called_alone(module: nn.Module) -> Iterator[None]:
     """Inside the block, a module has its whole weights, and no hooks that gather or release them; a collective call."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
-    off = []
-    for inner in module.modules():
-        for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
-            off.append((hooks, dict(hooks)))
-            hooks.clear()
-    try:
-        with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            yield
-    finally:
-        for hooks, own in off:
-            hooks.update(own)
+    weights = list(module.parameters())
+    with hooks_replaced(forward_hooks(module.modules()), lambda _: None), deepspeed.zero.GatheredParameters(weights):
+        yield
 
 
 @contextmanager

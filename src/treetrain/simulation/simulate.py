@@ -102,7 +102,9 @@ class Simulation:
 def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
     """Count one rank, per token of its group. The router is assumed to choose all experts equally often."""
     t, tokens = split.tensor, split.context
-    b, wide, hidden = counts.dtype_bytes, counts.wide_bytes, counts.hidden
+    b = counts.dtype_bytes
+    wide = counts.wide_bytes
+    hidden = counts.hidden
     experts = counts.expert_parameters // split.expert_division
     layers = (counts.parameters_in_layers - counts.expert_parameters) // t + experts
     # Norms and the residual stream are whole on every tensor rank: two norms in each layer.
@@ -147,7 +149,9 @@ class Links(NamedTuple):
 
 def links_of(own: ModelCounts, split: Split, device: Device) -> Links:
     """List the collectives of a rank with these counts (`share_of`)."""
-    b, wide, layers = own.dtype_bytes, own.wide_bytes, own.layers
+    b = own.dtype_bytes
+    wide = own.wide_bytes
+    layers = own.layers
     # Numbers per token in all layers. A visible pair takes 4 FLOPs for each number of a query: two products. The KV
     # cache holds a number of keys or values in the compute dtype, and its gradient in float32.
     queries, cached = sum(own.flops_by_range.values()) / 4, own.cache_token / (b + wide)
@@ -226,7 +230,9 @@ def state_bytes(own: ModelCounts, split: Split) -> dict[str, float]:
     FSDP2 gathers a layer while the one before runs, so two layers are whole at a time. Embedding and head are whole
     too, and so are the gradients of one layer, embedding and head until they are reduced.
     """
-    wide, b, expert = own.wide_bytes, own.dtype_bytes, own.expert_parameters
+    wide = own.wide_bytes
+    b = own.dtype_bytes
+    expert = own.expert_parameters
     stored = wide * ((own.parameters - expert) / split.shards + expert / split.expert_shards)
     layer, ends = own.parameters_in_layers / own.layers, own.parameters - own.parameters_in_layers
     gathered = b * (2 * layer + ends) + wide * (layer + ends) if split.shards > 1 else 0.0
@@ -254,28 +260,27 @@ def simulate(
         speeds: measured speeds of a rank; None takes the speeds in the device's description.
         planned_for: the device that the engine makes its plans for; None makes them for `device` and the split's links.
     """
-    budget, usable = parse_budget(budget), USABLE[device.kind] * device.memory_bytes
+    budget = parse_budget(budget)
+    usable = USABLE[device.kind] * device.memory_bytes
     balancer = Balancer(tree, CostModel.on(planned_for or device, counts))
 
     def predicted(split: Split) -> Simulation | Refused:
         alone, cost, links = cost_of_split(counts, split, device, speeds)
-        own, held = alone.counts, state_bytes(alone.counts, split)
-        state = sum(held.values())
-        free = int(usable - state)
+        own = alone.counts
+        held = state_bytes(own, split)
+        free = int(usable - sum(held.values()))
         if budget is None and free <= 0:
-            needed = f"weights, gradients and optimiser state need {_gb(state)}"
+            needed = f"weights, gradients and optimiser state need {_gb(sum(held.values()))}"
             return Refused(split, f"{needed} of {_gb(usable)} usable on each rank")
+        plans_cost = cost
+        if planned_for is not None:  # the engine plans by published speeds, whatever the device turns out to do
+            shards = sharded_links(planned_for, counts, shards=split.shards, copies=split.copies)
+            plans_cost = CostModel.on(planned_for, counts, shards)
         aligned = split.shards > 1 or split.expert > 1
         try:
             dispatch, plans = plan_ranks(
                 tree,
-                cost
-                if planned_for is None
-                else CostModel.on(
-                    planned_for,
-                    counts,
-                    sharded_links(planned_for, counts, shards=split.shards, copies=split.copies),
-                ),
+                plans_cost,
                 split.data,
                 budget=budget * split.context if isinstance(budget, int) else budget,
                 free_bytes=free if budget is None else None,
@@ -284,46 +289,85 @@ def simulate(
             )
         except ValueError as error:
             return Refused(split, f"{error}")
-        memory = max((cost.bytes_by(plan) for plan in plans), key=lambda by: sum(by.values()))
-        memory = held | {"activations": sum(memory.values()) - memory["KV cache"], "KV cache": memory["KV cache"]}
-        whole = own.wide_bytes * own.parameters
         room = budget.count if isinstance(budget, Bytes) else free
-        reduces_last = MEMORY_MARGIN * (sum(memory.values()) - state + whole) <= room
-        if reduces_last and split.shards > 1:
-            memory["gathered"] += whole
-        # The passes' time is predicted three times: without links, with links within layers, and with FSDP2's.
+        memory, reduces_last = _peak_memory(plans, cost, split, held, own.wide_bytes * own.parameters, room)
+
         work = [alone.passes(plan) for plan in plans]
         seconds = np.array([sum(passes.seconds) for passes in work])
-        busy = [replace(cost, links=None).passes(plan) for plan in plans]
-        together = range(len(plans)) if aligned else [int(seconds.argmax())]
-        order = timed_order([work[rank] for rank in together])
-        spent = np.array([s for _, s in timed_order([busy[rank] for rank in together])])
-        total, kinds = sum(s for _, s in order), "".join(turn.kind[0].upper() for turn, _ in order)
-        outside = _seconds(links.weights.reduce, device)
-        if cost.links is not None:
-            last = kinds.rfind("B")
-            outside = sum(
-                float(cost.links.added_seconds(turn.kind, own_seconds, reduces=number == last or not reduces_last))
-                for number, ((turn, _), own_seconds) in enumerate(zip(order, spent))
-            )
+        slowest = int(seconds.argmax())
+        # Ranks that run every pass together wait in each for the slowest. Others meet once, at the end of the step.
+        together = range(len(plans)) if aligned else [slowest]
+        times = _times([plans[rank] for rank in together], alone, cost, links, device, reduces_last=reduces_last)
         parameters = held["weights"] / own.wide_bytes
-        tokens, mean = [plan.layout.num_tokens for plan in plans], float(seconds.mean())
+        tokens = [plan.layout.num_tokens for plan in plans]
+        mean = float(seconds.mean())
         return Simulation(
             split=split,
             idle_ranks=int((dispatch.tokens == 0).sum()) * split.tensor * split.context,
             imbalance=float(seconds.max()) / mean if mean else 1.0,
             tokens=tokens,
             parts=max(plan.num_parts for plan in plans),
-            passes=max(len(kinds), *(len(own.kinds) for own in work)),
+            passes=max(len(times.kinds), *(len(passes.kinds) for passes in work)),
             work_seconds=float(seconds.max()),
-            waiting_seconds=total - float(seconds.max()),
-            link_seconds={"within layers": float(spent.sum()) - total, "weights and gradients": outside},
+            waiting_seconds=times.alone - float(seconds.max()),
+            link_seconds={"within layers": times.busy - times.alone, "weights and gradients": times.outside},
             optimiser_seconds=parameters * OPTIMISER_BYTES / device.memory_bandwidth,
-            sent_bytes=_sent(links, plans[int(np.argmax(tokens))], kinds, reduces_last),
+            sent_bytes=_sent(links, plans[int(np.argmax(tokens))], times.kinds, reduces_last),
             memory=memory,
         )
 
     return [predicted(split) for split in splits]
+
+
+def _peak_memory(
+    plans: list[Plan], cost: CostModel, split: Split, held: dict[str, float], whole: float, room: float
+) -> tuple[dict[str, float], bool]:
+    """The bytes of the rank that needs most, by purpose, and whether gradients are reduced once, in the last backward.
+
+    Args:
+        held: bytes beside the plan's, as `state_bytes`.
+        whole: bytes of the gradients of all parameters.
+        room: bytes that a plan may use.
+    """
+    of_plan = max((cost.bytes_by(plan) for plan in plans), key=lambda by: sum(by.values()))
+    cache = of_plan["KV cache"]
+    memory = held | {"activations": sum(of_plan.values()) - cache, "KV cache": cache}
+    # Reducing once saves links, and holds whole gradients until then: done if they fit beside the plan.
+    reduces_last = MEMORY_MARGIN * (sum(of_plan.values()) + whole) <= room
+    if reduces_last and split.shards > 1:
+        memory["gathered"] += whole
+    return memory, reduces_last
+
+
+class _Times(NamedTuple):
+    """Seconds of a step of ranks that run their passes together."""
+
+    kinds: str
+    """The passes in their common order, a letter each."""
+    alone: float
+    """Without links."""
+    busy: float
+    """With links within layers."""
+    outside: float
+    """What links add for weights and gradients, beside the passes."""
+
+
+def _times(
+    plans: list[Plan], alone: CostModel, cost: CostModel, links: Links, device: Device, *, reduces_last: bool
+) -> _Times:
+    order = timed_order([alone.passes(plan) for plan in plans])
+    without_shards = replace(cost, links=None)
+    busy = [seconds for _, seconds in timed_order([without_shards.passes(plan) for plan in plans])]
+    kinds = "".join(turn.kind[0].upper() for turn, _ in order)
+    outside = _seconds(links.weights.reduce, device)  # of replicas: once, at the end
+    if cost.links is not None:
+        # FSDP2 gathers and reduces while a pass computes, so what it adds depends on the pass.
+        last = kinds.rfind("B")
+        outside = sum(
+            float(cost.links.added_seconds(turn.kind, seconds, reduces=number == last or not reduces_last))
+            for number, ((turn, _), seconds) in enumerate(zip(order, busy))
+        )
+    return _Times(kinds, sum(seconds for _, seconds in order), float(np.sum(busy)), outside)
 
 
 def _sent(links: Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:

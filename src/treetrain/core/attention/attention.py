@@ -110,7 +110,7 @@ class AttentionTree:
         if self._cache is not None and layer is None:
             raise ValueError("this tree continues other tokens or is continued: give layer=, the number of the layer")
         self.layer_calls[layer] += 1
-        if not self.num_tokens:
+        if not self.num_tokens:  # kernels refuse empty tensors; the result still belongs to the graph
             return query[..., :1].expand(*query.shape[:2], value.shape[2])
         spec = self._effective(spec)
         chosen = self.backend(query, key, value, spec, sinks, backend)
@@ -122,6 +122,7 @@ class AttentionTree:
     def _effective(self, spec: AttentionSpec) -> AttentionSpec:
         """Replace a range at least as long as every path of the forest by full attention."""
         if spec not in self._specs:
+            # So that kernels without windows, which are the faster ones, serve the layer.
             cuts = spec.visible_range != FULL and np.asarray(spec.visible_range.lowest(self._forest.depth)).any()
             self._specs[spec] = spec if cuts else AttentionSpec(FULL, spec.softcap)
         return self._specs[spec]
@@ -170,7 +171,6 @@ class AttentionTree:
         )
 
     def _make(self, name: str, query: Tensor) -> TreeAttention | Exception | None:
-        """Construct a backend, once for all layers."""
         place = name, query.device
         if place not in self._made:
             size = query.shape[1] * query.shape[2]

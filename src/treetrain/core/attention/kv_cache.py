@@ -68,7 +68,7 @@ class GradientNeeds:
         Raises:
             UnsupportedModel: the rows need gradients, and passes that read them have run without any.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # a prefill, which has no graph to ask: the model is asked instead
             (self.needed if self._may_need(key) else self._assumed_not).add(key)
         elif any(x.requires_grad for x in own):
             if key in self._read_as_constants:
@@ -90,7 +90,7 @@ class GradientNeeds:
         if not torch.is_grad_enabled():
             return None
         if key in needed:
-            return own[0].new_empty(0, requires_grad=True)
+            return own[0].new_empty(0, requires_grad=True)  # empty: it is there for autograd to run the function
         if key in self._assumed_not and not any(x.requires_grad for x in own):
             self._read_as_constants.add(key)
         return None
@@ -143,7 +143,7 @@ class RowBuffers:
             if grow:
                 buffer.value = _grown(buffer.value, self._rows)
                 buffer.grad = None if buffer.grad is None else _grown(buffer.grad, self._rows)
-            if buffer.grad is not None:
+            if buffer.grad is not None:  # it still has those of the tokens that had the rows before
                 buffer.grad[rows].zero_()
 
     def buffer(self, key: Hashable, like: Float[Tensor, "_ ..."]) -> Buffer:
@@ -155,11 +155,9 @@ class RowBuffers:
         return self._buffers[key]
 
     def value(self, key: Hashable) -> Tensor:
-        """The rows of a key."""
         return self._buffers[key].value
 
     def grad(self, key: Hashable) -> Tensor:
-        """The accumulated gradients of a key."""
         grad = self._buffers[key].grad
         assert grad is not None
         return grad
@@ -243,7 +241,7 @@ class KVCacheView:
 
     def collect(self, layer: Hashable, grad_key: Float[Tensor, "N G D"], grad_value: Float[Tensor, "N G V"]) -> None:
         """Add the accumulated gradients from the parts below to the part's own, in place."""
-        if self.exports:
+        if self.exports:  # all parts below have run backward, so the accumulators are complete
             add_rows(grad_key, self._own, take_rows(self._cache.grad((layer, "key")), self._own_rows))
             add_rows(grad_value, self._own, take_rows(self._cache.grad((layer, "value")), self._own_rows))
 
@@ -302,7 +300,6 @@ class AttentionCall(Protocol):
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "N H V"]:
         """`layer` is the key of the layer's cache; every sink takes a share of a query's weights and has no value."""
-        ...
 
 
 class TreeAttention(AttentionCall, Protocol):
@@ -314,7 +311,6 @@ class TreeAttention(AttentionCall, Protocol):
     @abstractmethod
     def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
         """Whether the backend has kernels for a layer's dtype, head sizes and spec."""
-        ...
 
 
 # ---- attention over the cache, as one autograd Function
@@ -358,7 +354,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, _above, backend: CachedAttention, scale: float, layer, spec):
         if backend.cache is not None:
-            backend.cache.write(layer, key, value)
+            backend.cache.write(layer, key, value)  # again, with equal numbers, where checkpointing runs it again
         out, lse = backend.forward(backend.inputs(query, key, value, sinks, layer, spec), scale, spec)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.call = backend, scale, layer, spec
@@ -369,7 +365,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         *tensors, out, lse = ctx.saved_tensors
         backend, scale, layer, spec = ctx.call
-        given = backend.inputs(*tensors, layer, spec)
+        given = backend.inputs(*tensors, layer, spec)  # the path's keys are read again, not saved by every part below
         grads = backend.backward(grad_out.to(given.query.dtype), given, out, lse, scale, spec)
         if backend.cache is not None:
             if grads.path is not None:

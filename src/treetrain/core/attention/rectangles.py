@@ -53,11 +53,9 @@ class Kernel(Protocol):
 
     def forward(self, query, key, value, causal, mask, scale) -> tuple[Tensor, Tensor]:
         """See `StockKernel`."""
-        ...
 
     def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale) -> tuple[Tensor, ...]:
         """See `StockKernel`."""
-        ...
 
 
 class StockKernel:
@@ -131,7 +129,7 @@ class PlainKernel:
             do = grad_out[:, :, rows].to(wide)
             scores, slope = self._scores(q, k, rows, causal, mask, scale)
             weights = scores.sub_(lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)).exp_().flatten(2, 3)
-            delta = (do * out[:, :, rows]).sum(-1, keepdim=True)
+            delta = (do * out[:, :, rows]).sum(-1, keepdim=True)  # the sum of weights * d loss / d weight over all keys
             do, delta = _grouped(do, groups), _grouped(delta, groups)
             dv[:, :, keys] += weights.transpose(-1, -2) @ do
             grad = (do @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
@@ -153,7 +151,7 @@ class PlainKernel:
         if mask is not None:
             scores += mask[:, :, rows, : key.shape[2]].unsqueeze(2)
         elif causal:
-            number = torch.arange(key.shape[2], device=key.device)
+            number = torch.arange(key.shape[2], device=key.device)  # keys and queries are the same tokens
             hidden = number > torch.arange(rows.start, rows.start + query.shape[2], device=key.device)[:, None]
             scores.masked_fill_(hidden, float("-inf"))
         return scores, slope
@@ -266,7 +264,7 @@ class RectangleAttention(CachedAttention):
             piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
             _merge(out, lse, heads_last(piece), heads_last(piece_lse))
         if given.sinks is not None:
-            total = torch.logaddexp(lse, given.sinks.to(lse.dtype))
+            total = torch.logaddexp(lse, given.sinks.to(lse.dtype))  # a sink takes weight and adds no value
             out.mul_((lse - total).exp_().unsqueeze(-1))
             lse = total
         return out.to(given.query.dtype), lse
@@ -316,7 +314,6 @@ def _to_tensors(batch: Batch, dtype: torch.dtype, device: torch.device) -> _Batc
 
 
 def _gather(x: Float[Tensor, "N heads *rest"], index: Rows, pieces: int) -> Float[Tensor, "pieces heads _ *rest"]:
-    """Gather rows and view them as pieces of equal length."""
     return take_rows(x, index).view(pieces, -1, *x.shape[1:]).transpose(1, 2)
 
 
@@ -347,6 +344,7 @@ def _forward_calls(
     schedule, wide = calls.schedule, torch.promote_types(query.dtype, torch.float32)
     out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=wide)
     lse = query.new_empty(query.shape[:2], dtype=wide)
+    # Every query is in one chain or in one tile, which write its row; rectangles merge further keys into it.
     for start, stop in schedule.chains:
         q, k, v = (heads_first(x[start:stop]) for x in (query, key, value))
         piece, piece_lse = kernel.forward(q, k, v, True, None, scale)
@@ -373,6 +371,8 @@ def _backward_calls(
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = query.new_empty(query.shape, dtype=wide)
     grad_key, grad_value = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
+    # The output and log-sum-exp over all keys give a call the weights that its keys have among all, so each call's
+    # gradients are a part of the sum, and its own output need not be kept.
     for start, stop in calls.schedule.chains:
         dq, dk, dv = _piece_backward(kernel, tensors, slice(start, stop), slice(start, stop), True, scale)
         grad_query[start:stop] = dq
@@ -382,7 +382,7 @@ def _backward_calls(
         do, q, o = (_gather(x, batch.query_index, batch.pieces) for x in (grad_out, query, out))
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
         piece_lse = _gather(lse, batch.query_index, batch.pieces)
-        if batch.filled_slots is not None:
+        if batch.filled_slots is not None:  # a padded slot repeats some token, which would count again
             do = _without_padding(do, batch.filled_slots)
         dq, dk, dv = kernel.backward(do, q, k, v, o, piece_lse, False, batch.mask, scale)
         put_rows(grad_query, batch.filled_tokens, _rows(dq, batch.filled_slots))

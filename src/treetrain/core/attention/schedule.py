@@ -61,7 +61,6 @@ class Forest:
 
     @classmethod
     def of(cls, layout: PackedLayout) -> "Forest":
-        """The forest of a layout."""
         return cls(
             ends=layout.ends,
             depth=layout.positions,
@@ -195,8 +194,8 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
         end=forest.ends[forest.segment_start[:-1]],
         depth=forest.depth,
         max_depth=np.array(segments.max_depth, dtype=np.int64),
-        rectangle=costs.rectangle,
-        tiles=costs.tiles,
+        rectangle_cost=costs.rectangle,
+        tiles_cost=costs.tiles,
     )
     best, above = [0.0] * count, [0.0] * count  # cost of a subtree; of all that leave the chain above a fork
     decision = _Decision(how=[_REGION] * count, opens=list(range(count)))
@@ -390,7 +389,6 @@ class Ancestors:
 
 
 def tokens_in(pieces: list[tuple[int, int]]) -> Int64[np.ndarray, " tokens"]:
-    """The tokens of the ranges, concatenated."""
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(*piece) for piece in pieces)])
 
 
@@ -401,10 +399,10 @@ def fork_blocks(
     end: Int64[np.ndarray, " S"],
     depth: Int64[np.ndarray, " N"],
     max_depth: Int64[np.ndarray, " S"],
-    rectangle: Callable[[Int64s, Int64s], Floats],
-    tiles: Callable[[Int64s, Floats], Floats],
+    rectangle_cost: Callable[[Int64s, Int64s], Floats],
+    tiles_cost: Callable[[Int64s, Floats], Floats],
 ) -> ForkBlocks:
-    """The blocks worth trying, in O(S log S) time.
+    """The candidate blocks, in O(S log S) time: for each last fork a few first forks.
 
     The *light* subtrees of a fork are those of all its children but the first. Take forks i..j of a chain, i above j.
     In pre-order their light subtrees are adjacent, the deepest fork's first, and form one token range R. All of R sees
@@ -413,8 +411,10 @@ def fork_blocks(
 
     Args:
         parent, start, end: segments and the exclusive ends of their subtrees.
-        depth: position of every token on its path. max_depth: largest depth in each subtree.
-        rectangle: cost as a function of (queries, keys). tiles: cost of (query slots, mean keys outside the tile).
+        depth: position of every token on its path.
+        max_depth: largest depth in each subtree.
+        rectangle_cost: of (queries, keys).
+        tiles_cost: of (query slots, mean keys outside the tile).
     """
     count = len(parent)
     top = path_tops(parent)
@@ -432,17 +432,20 @@ def fork_blocks(
     last = np.arange(len(forks))
     first = np.empty((len(forks), len(BLOCK_TILES)), dtype=np.int64)
     cost = np.empty(first.shape)
-    for k, length in enumerate(BLOCK_TILES):
-        i = np.searchsorted(falling, path * (int(end.max()) + 1) - (bottom + length * TILE))
-        i = np.maximum(i, highest)
-        first[:, k] = i
-        i = np.minimum(i, last)
-        queries = stop[i] - bottom
-        near = depth_sum[stop[i]] - depth_sum[bottom] - queries * below[i]
-        pieces = -(-queries // TILE)
+    for column, length in enumerate(BLOCK_TILES):
+        # The highest fork from which a block that ends at each fork has at most this many tiles.
+        top_fork = np.searchsorted(falling, path * (int(end.max()) + 1) - (bottom + length * TILE))
+        first[:, column] = np.maximum(top_fork, highest)
+        top_fork = np.minimum(first[:, column], last)  # forks without a block are dropped below
+        # R is the tokens [bottom, stop[top_fork]); their depths below the top fork are the lengths of the tiles' paths.
+        queries = stop[top_fork] - bottom
+        near = depth_sum[stop[top_fork]] - depth_sum[bottom] - queries * below[top_fork]
+        tiles = -(-queries // TILE)
         # A tile gathers the path of its first token; its later tokens branch off higher up and see less of that path.
-        slack = (below - below[i]) / (2 * np.maximum(pieces, 1))
-        cost[:, k] = rectangle(queries, keys[i]) + tiles(pieces * TILE, near / np.maximum(queries, 1) + slack)
+        slack = (below - below[top_fork]) / (2 * np.maximum(tiles, 1))
+        mean_path = near / np.maximum(queries, 1) + slack
+        cost[:, column] = rectangle_cost(queries, keys[top_fork]) + tiles_cost(tiles * TILE, mean_path)
+    # A longer block that begins at the same fork as a shorter one is the same block.
     tried = first < last[:, None]
     tried[:, 1:] &= first[:, 1:] < first[:, :-1]
     per_segment = np.zeros(count, dtype=np.int64)

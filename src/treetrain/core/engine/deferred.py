@@ -12,8 +12,8 @@ gradients: in ``.grad``. It costs no memory and is right in every use:
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
+
+from treetrain.core.hf.tree_mode import hooks_replaced
 
 _WITHOUT_VALUES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn")),
@@ -61,8 +63,8 @@ class DeferredGradient(Tensor):
         with torch.inference_mode(False), torch.enable_grad():
             for deferral in list(self.waits_for):
                 deferral.settle()
-        for deferral in self.waits_for:
-            raise RuntimeError(deferral.error)
+        if self.waits_for:  # `settle` of a loop of one's own runs nothing: it is for the user to call backward
+            raise RuntimeError(next(iter(self.waits_for)).error)
 
     def _moved(self, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> "DeferredGradient":
         """The stand-in in ``.grad`` once `nn.Module.to` has moved the parameter, and moves its gradient next.
@@ -302,31 +304,20 @@ def _call_hooks_for_gradients_alone(parameters: Sequence[nn.Parameter]) -> None:
 
     Autograd calls hooks with None, or after nothing was accumulated, wherever a node had a parameter as its input.
     """
-    before: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def if_given(hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda gradient: None if gradient is None else hook(gradient)
 
-    def if_accumulated(hook: Callable[..., Any], grad: Tensor | None) -> Callable[..., Any]:
+    def if_accumulated(grad: Tensor | None, hook: Callable[..., Any]) -> Callable[..., Any]:
         version = None if grad is None else grad._version
         return lambda p: hook(p) if p.grad is not grad or (grad is not None and grad._version != version) else None
 
+    stack = ExitStack()
     for p in parameters:
-        kinds: tuple[tuple[Any, Callable[..., Any]], ...] = (
-            (p._backward_hooks, if_given),
-            (p._post_accumulate_grad_hooks, lambda hook, grad=p.grad: if_accumulated(hook, grad)),
-        )
-        for hooks, wrap in kinds:
-            if hooks:
-                before.append((hooks, dict(hooks)))
-                hooks.update({key: wrap(hook) for key, hook in hooks.items()})
-
-    def restore() -> None:
-        for hooks, own in before:
-            hooks.update({key: hook for key, hook in own.items() if key in hooks})
-
-    if before:
-        Variable._execution_engine.queue_callback(restore)
+        stack.enter_context(hooks_replaced([p._backward_hooks], if_given))
+        stack.enter_context(hooks_replaced([p._post_accumulate_grad_hooks], partial(if_accumulated, p.grad)))
+    if parameters:
+        Variable._execution_engine.queue_callback(stack.close)
 
 
 @cache
@@ -351,18 +342,17 @@ def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor 
 
     ``.grad`` is None at the start of the block; the old gradients are restored after it.
     """
-    before, set_aside, found = [p.grad for p in parameters], [], []
+    before = [p.grad for p in parameters]
+    found: list[Tensor | None] = []
     for p in parameters:
         p.grad = None
-        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
-            if hooks:
-                set_aside.append((hooks, dict(hooks)))
-                hooks.clear()  # in place: autograd keeps a reference to the dictionary
     try:
-        yield found
-        found += [p.grad for p in parameters]
+        with hooks_replaced(
+            (hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)),
+            lambda _hook: None,
+        ):
+            yield found
+            found += [p.grad for p in parameters]
     finally:
         for p, grad in zip(parameters, before):
             p.grad = grad
-        for hooks, own in set_aside:
-            hooks.update(own)

@@ -220,9 +220,9 @@ class TreeEngine:
                 prediction.
             normaliser: divides the sum; when accumulating over calls, pass that of the whole step. None takes
                 ``loss.normaliser``.
-            balance: the routers' balance over the whole step: the sum of its calls' `router_balance`. None treats
-                each call as a step. If the model's configuration asks for the routers' auxiliary loss
-                (``output_router_logits`` and ``router_aux_loss_coef``), that loss is over all tokens of all rows.
+            balance: how routers use their experts in the whole step: the sum of `router_balance` over its calls. None:
+                this call is a step. Needed for the routers' auxiliary loss, which a model's configuration asks for by
+                ``output_router_logits`` and ``router_aux_loss_coef``: it is over all tokens of all rows of a step.
             sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
                 step but the last.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
@@ -246,11 +246,9 @@ class TreeEngine:
         with ranks.together("forward_backward"):
             step = self._prepare(trajectories, loss, normaliser, mask)
             if self.balanced and balance is None and ranks.data_size > 1:
-                asked = self.prepared.capabilities
                 balance = self._balance_of(step.tree)
-                self.prepared.capabilities = asked
             step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
-            self._compare_first_use(step.tree)
+            self._compare_first_use(step.tree)  # before any gradient is accumulated
             with Rollback(self.prepared.parameters, self.sharing) as rollback:
                 result = self._run(step, plan, reduces, balance, rollback)
                 if ranks.data_size > 1:
@@ -358,19 +356,21 @@ class TreeEngine:
         return step, plan, reduces if sync else "never"
 
     def _faster(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
-        """The tree and its plan, or the rows without sharing and theirs, if these are predicted to be faster.
+        """The faster of two: the tree under its plan, or its rows without sharing, as many whole rows a part as fit.
 
-        A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
+        Where a tree is cut, a shared prefix may be a part by itself. A pass costs something whatever its size, so a
+        prefix of a token or two costs less if every row computes it again.
         """
         budget, cost = self.prepared.budget, self.prepared.cost
         if not self.merge or self.balanced or isinstance(budget, Bytes) or cost is None or plan.num_parts < 2:
             return tree, plan
+        # Where rows share much, sharing wins; looking at a second plan would only take time.
         if int(tree.trained_edges()[1].sum()) > WORTH_A_LOOK * plan.layout.num_tokens:
             return tree, plan
         rows = build_tree(tree.trajectories, merge=False)
         layout = pack(rows, rows.trained_edges()[0] > 0)
         if budget is not None and int(layout.positions.max(initial=0)) >= budget:
-            return tree, plan
+            return tree, plan  # a row that does not fit as a whole has to be cut, as in the tree
         alone = whole_trees(layout, min(PART_TOKENS[cost.device], budget or sys.maxsize))
         return (rows, alone) if cost.seconds(alone) < cost.seconds(plan) else (tree, plan)
 
@@ -382,7 +382,7 @@ class TreeEngine:
         attach = functools.partial(
             model.extensions, step.batch.tree, balanced=self.balanced, balance=balance, scale=scale, reduces=reduces
         )
-        if step.loss.scope == "batch":
+        if step.loss.scope == "batch":  # it needs all scores before the first gradient
             scoring = Scoring(model, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
             total, sums = run_batch_loss(
                 step.loss, step.normaliser, step.batch, step.rows, scoring, scale, reduces, rollback
@@ -414,9 +414,10 @@ class TreeEngine:
         model, plan, counts = self.prepared, attempt.plan, attempt.counts
         batch, loss, normaliser = step.batch, step.loss, step.normaliser
         table = model.table(batch.layout, entropy="entropies" in loss.needs)
-
-        has_passes = plan.num_parts > 0 or self.sharing.collective
+        has_passes = plan.num_parts > 0 or self.sharing.collective  # ranks without rows run along with the others
         added = instance_of(LossExtension, extensions)
+        # A loss over all tokens of a step has no gradients before the last token has passed. A single part has passed
+        # when its backward begins; of several, all run forward once before.
         if has_passes and added is not None and plan.num_parts > 1 and not added.known:
             first = self.passes_type(model, extensions, counts, None)
             Executor(plan, first, gradients=False).score()
@@ -425,6 +426,8 @@ class TreeEngine:
         if has_passes and "entropies" not in loss.needs:
             facts = batch.facts(table.logprobs)
             coefficients = loss.coefficients(facts)
+        # A loss that is linear in the log-probabilities has gradients before any pass: the head makes its own in the
+        # same pass over the logits. Any other loss is evaluated row by row, as the rows end.
         if coefficients is not None:
             known = sum_by_place(table.logprobs, batch.edges, coefficients) / normaliser
             gradients = KnownGradients(table, known)
@@ -495,7 +498,6 @@ class TreeEngine:
     def _with_images(
         self, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]
     ) -> Sequence[Trajectory]:
-        """The rows with their images."""
         raise UnsupportedModel("images are given, which this engine does not know; take treetrain.TreeEngine")
 
     def _scored(

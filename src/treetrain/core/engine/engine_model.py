@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from treetrain.core.attention.attention import STOCK, Backends
 from treetrain.core.engine.extension import Extension, Reduces
 from treetrain.core.engine.loss_gradients import ScoreTable
-from treetrain.core.engine.memory import Rollback, Try, free_bytes, tries
+from treetrain.core.engine.memory import Rollback, Try, free_bytes, may_pass, tries
 from treetrain.core.engine.parameter_hooks import HooksOnce
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.engine.snapshot import HOOK_FIELDS, Snapshot, global_hooks, is_container
@@ -64,8 +64,7 @@ def plan_of_any_model(layout: PackedLayout, budget: int | None, device: torch.de
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-"""Fields of peft's layers, at least one of which is set at any time by adapter. They can change while all weights stay
-the same."""
+"""Fields by which peft's layers choose and scale their adapters. They can change while all weights stay the same."""
 _WITHOUT_EFFECT = {"training", "gradient_checkpointing", "use_cache", "return_dict", "output_router_logits", "dtype"}
 """Settings that generation, evaluation, saving and trainers switch. No pass in tree mode depends on them. (`training`
 switches dropout, but a model with active dropout is refused.)"""
@@ -98,56 +97,82 @@ class ModelState(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, value_head: nn.Module | None) -> "ModelState":
         """Read a model and a value head."""
-        switches, settings, checked, code, tensors, alive = state = cls({}, {}, {}, {}, {}, [])
-        code[0, "global hooks"] = tuple(number for hooks in global_hooks() for number in hooks)
-        configs = [getattr(model, "config", None)]
+        state = cls({}, {}, {}, {}, {}, [])
+        state.code[0, "global hooks"] = tuple(number for hooks in global_hooks() for number in hooks)
         for root in (model, value_head):
-            for module in root.modules() if isinstance(root, nn.Module) else ():  # other heads are refused later
-                fields, holder = vars(module), id(module)
-                checked[holder, "__class__"] = code[holder, "__class__"] = kind_of = type(module)
-                code[id(kind_of), "forward of the class"] = kind_of.forward
-                if fields["_modules"]:
-                    code[holder, "submodules"] = tuple(fields["_modules"].values())
-                if is_container(module):
-                    continue
-                adapted = "_active_adapter" in fields
-                for name, value in fields.items():
-                    plain = isinstance(value, _PLAIN)
-                    if plain or name in _OF_ADAPTERS:
-                        kind = checked if name[0] == "_" or name in _WITHOUT_EFFECT else settings
-                        kind = switches if adapted and name in _OF_ADAPTERS else kind
-                        kind[holder, name] = value if plain else repr(value)
-                    elif name in ("config", "forward", "_compiled_call_impl"):
-                        checked[holder, name] = id(value)
-                        alive.append(value)
-                        if name == "forward":
-                            code[holder, name] = value
-                    elif isinstance(value, _CONTAINERS) and (name[0] != "_" or "drop" in name):
-                        if (content := _content(value)) is not None:
-                            settings[holder, name] = content
-                        else:
-                            _read_container(holder, fields, name, checked, tensors)
-                    elif name[0] != "_":
-                        if isinstance(value, Tensor):
-                            tensors[holder, name] = fields, name
-                        elif callable(value):
-                            code[holder, name] = value
-                if any(fields[kind] for kind in HOOK_FIELDS):
-                    hooks = [
-                        [n for n, hook in fields[kind].items() if getattr(hook, "__code__", None) not in HARMLESS_HOOKS]
-                        for kind in HOOK_FIELDS
-                    ]
-                    if any(hooks):
-                        code[holder, "hooks"] = tuple(map(tuple, hooks))
-                for name, buffer in fields["_buffers"].items():
-                    if buffer is not None:
-                        tensors[holder, name] = fields["_buffers"], name
-                for name, p in fields["_parameters"].items():
-                    if p is not None:
-                        packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
-                        checked[holder, name] = id(p), p.dtype, packed
-                        switches[holder, name + _TRAINED] = p.requires_grad
-        configs += [config for config in alive if hasattr(config, "model_type")]
+            if isinstance(root, nn.Module):  # other heads are refused later
+                for module in root.modules():
+                    state._read_module(module)
+        configs = [config for config in state.alive if hasattr(config, "model_type")]
+        state._read_configurations([getattr(model, "config", None), *configs])
+        return state
+
+    def _read_module(self, module: nn.Module) -> None:
+        """Read one module without its submodules."""
+        fields = vars(module)
+        holder = id(module)
+        module_class = type(module)
+        self.checked[holder, "__class__"] = self.code[holder, "__class__"] = module_class
+        # A patch of a class shows in no module: the function that runs is compared too.
+        self.code[id(module_class), "forward of the class"] = module_class.forward
+        if fields["_modules"]:
+            self.code[holder, "submodules"] = tuple(fields["_modules"].values())
+        if is_container(module):
+            return
+        for name, value in fields.items():
+            self._read_field(holder, fields, name, value)
+        if any(fields[kind] for kind in HOOK_FIELDS):
+            hooks = [
+                [n for n, hook in fields[kind].items() if getattr(hook, "__code__", None) not in HARMLESS_HOOKS]
+                for kind in HOOK_FIELDS
+            ]
+            if any(hooks):
+                self.code[holder, "hooks"] = tuple(map(tuple, hooks))
+        for name, buffer in fields["_buffers"].items():
+            if buffer is not None:
+                self.tensors[holder, name] = fields["_buffers"], name
+        for name, p in fields["_parameters"].items():
+            if p is not None:
+                packed = getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", None)
+                self.checked[holder, name] = id(p), p.dtype, packed
+                self.switches[holder, name + _TRAINED] = p.requires_grad
+
+    def _read_field(self, holder: int, fields: dict[str, Any], name: str, value: Any) -> None:
+        """Read an attribute of a module. Private ones are PyTorch's and transformers': few of them matter."""
+        private = name[0] == "_"
+        plain = isinstance(value, _PLAIN)
+        if name in _OF_ADAPTERS and "_active_adapter" in fields:
+            self.switches[holder, name] = value if plain else repr(value)
+        elif plain or name in _OF_ADAPTERS:
+            kind = self.checked if private or name in _WITHOUT_EFFECT else self.settings
+            kind[holder, name] = value if plain else repr(value)
+        elif name in ("config", "forward", "_compiled_call_impl"):
+            self.checked[holder, name] = id(value)
+            self.alive.append(value)
+            if name == "forward":
+                self.code[holder, name] = value
+        elif isinstance(value, _CONTAINERS) and (not private or "drop" in name):  # "drop": peft's dropouts
+            if (content := _content(value)) is not None:
+                self.settings[holder, name] = content
+            else:
+                self._read_container(holder, fields, name)
+        elif not private:
+            if isinstance(value, Tensor):
+                self.tensors[holder, name] = fields, name
+            elif callable(value):
+                self.code[holder, name] = value
+
+    def _read_container(self, holder: int, fields: dict[str, Any], name: str) -> None:
+        """Read a field that holds objects: where its tensors are, and what a dictionary shows of the others."""
+        value = fields[name]
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, Tensor):
+                self.tensors[holder, f"{name}[{key!r}]"] = fields, name, key
+        if isinstance(value, dict):
+            self.checked[holder, name] = repr({key: x for key, x in value.items() if not isinstance(x, Tensor)})
+
+    def _read_configurations(self, configs: list[Any]) -> None:
+        """Read configurations and those within them, each once."""
         read = set[int]()
         for config in configs:  # those within a configuration are added on the way
             holder = id(config)
@@ -158,11 +183,10 @@ class ModelState(NamedTuple):
                 if hasattr(value, "model_type"):
                     configs.append(value)
                 elif not isinstance(value, _PLAIN):
-                    checked[holder, name] = repr(value)
+                    self.checked[holder, name] = repr(value)
                 else:
-                    kind = checked if name[0] == "_" or name in _WITHOUT_EFFECT else settings
+                    kind = self.checked if name[0] == "_" or name in _WITHOUT_EFFECT else self.settings
                     kind[holder, name] = value
-        return state
 
 
 _CONTAINERS = dict, list, tuple
@@ -178,21 +202,6 @@ def _content(value: object) -> object:
             return None
         content.append(inner)
     return tuple(content)
-
-
-def _read_container(
-    holder: int,
-    fields: dict[str, Any],
-    name: str,
-    checked: dict[tuple[int, str], object],
-    tensors: dict[tuple[int, str], tuple[Any, ...]],
-) -> None:
-    """Read a field that holds objects: where its tensors are, and what a dictionary shows of the others."""
-    value = fields[name]
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    tensors.update({(holder, f"{name}[{key!r}]"): (fields, name, key) for key, x in items if isinstance(x, Tensor)})
-    if isinstance(value, dict):
-        checked[holder, name] = repr({key: item for key, item in value.items() if not isinstance(item, Tensor)})
 
 
 _TRAINED = ".requires_grad"
@@ -266,7 +275,7 @@ class ScoredModel:
                 for key in keys:
                     found = found[key]
             if isinstance(found, Tensor):
-                x = _own_part(found)
+                x = own_part(found)
                 tensors[at] = x.detach().clone() if x.numel() <= _SMALL else _checksum(x)
         return {**state.switches, **state.settings, **tensors}
 
@@ -275,11 +284,10 @@ class ScoredModel:
 
         Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
         """
-        sums = [_checksum(_own_part(p)) for p in self._model.parameters]
+        sums = [_checksum(own_part(p)) for p in self._model.parameters]
         return torch.stack([total.to(sums[0].device) for total in sums])
 
     def _change(self, holder: int, name: str, then: object, now: object) -> str:
-        """Describe a change."""
         if isinstance(then, Tensor):
             return f"{name} of {self._name(holder)} has other values"
         place = self._name(holder)
@@ -289,7 +297,6 @@ class ScoredModel:
         return f"{name.lstrip('_')} of {place} was {shown(then)} and is {shown(now)}"
 
     def _change_of_code(self, holder: int, name: str) -> str:
-        """Describe a change of what runs."""
         if not holder:
             return "PyTorch's hooks on all modules have changed"
         classes = {id(kind): kind for kind in map(type, self._model.model.modules())}
@@ -311,7 +318,7 @@ _WEIGHTS = "weights"
 _GONE = "not there"
 
 
-def _own_part(tensor: Tensor) -> Tensor:
+def own_part(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that this rank holds; any other tensor itself."""
     return getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
 
@@ -471,16 +478,11 @@ class Sharing:
         return tree, plan, "each"
 
 
-TRANSIENT = (MemoryError, torch.OutOfMemoryError, OSError)
-"""Errors of a moment, after which a model may be counted again."""
-
-
 class StepBalance(Protocol):
     """What a loss over all tokens of a step must know of the tokens in other calls."""
 
     def compared(self) -> object:
         """The part that all ranks must agree on."""
-        ...
 
 
 class Feature:
@@ -607,7 +609,10 @@ class EngineModel:
         """The settings of the model and the value head as they are now."""
         snapshot, state = self._latest
         if not snapshot.modules or not snapshot.unchanged():
-            snapshot, state = Snapshot((self.model, self.value_head)), ModelState.of(self.model, self.value_head)
+            snapshot, state = (
+                Snapshot((self.model, self.value_head)),
+                ModelState.of(self.model, self.value_head),
+            )
             self._latest = snapshot, state
             self.hooked = [m for m in snapshot.modules if m._forward_pre_hooks or m._forward_hooks]
         return state
@@ -661,7 +666,9 @@ class EngineModel:
                 self._cost = key, self.count()
             except UnsupportedModel:
                 self._cost = key, None
-            except TRANSIENT:
+            except Exception as error:
+                if not may_pass(error):
+                    raise
                 return None  # the next call counts again
         return self._cost[1]
 

@@ -72,11 +72,9 @@ class PartRunner(Protocol[Output]):
 
     def begin(self, plan: Plan, *, gradients: bool) -> None:
         """A run of a plan begins; `gradients`: whether its parts run backward too."""
-        ...
 
     def may_need_gradients(self, layer: Hashable) -> bool:
         """Whether something trained may come before the keys of a layer, in some token."""
-        ...
 
     def passes(self, *, graph: bool, backward: bool) -> AbstractContextManager[None]:
         """Prepare the model for the passes of a block.
@@ -85,15 +83,12 @@ class PartRunner(Protocol[Output]):
             graph: whether the passes have a graph.
             backward: whether backwards are among them.
         """
-        ...
 
     def forward(self, part: Part) -> Output:
         """Run a part forward. Autograd is on if the part has a graph."""
-        ...
 
     def backward(self, part: Part, output: Output) -> None:
         """Run a part backward from what its forward returned. All parts below it have run backward."""
-        ...
 
 
 class Executor(Generic[Output]):
@@ -125,7 +120,7 @@ class Executor(Generic[Output]):
         plan = self._plan
         with self._passes(graph=False, backward=False):
             for kind, part in plan.traverse():
-                if kind == "leave":
+                if kind == "leave":  # nothing below reads its keys any more
                     self._release(part)
                 else:
                     self._allocate(part, plan.exported_tokens(part))
@@ -164,7 +159,7 @@ class Executor(Generic[Output]):
                     self._allocate(first, tokens)
                     self._forward(first, tokens, graph=False)
                 elif kind == "forward":
-                    if plan.kept[number]:
+                    if plan.kept[number]:  # a recomputed part has its slots since its prefill, and leaves need none
                         self._allocate(number, plan.exported_tokens(number))
                     self._alive[number] = self._forward(number, plan.tokens(number), graph=True)
                 else:

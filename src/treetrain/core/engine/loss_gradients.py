@@ -98,13 +98,13 @@ class Batch(Selection):
         if mask is not None:
             wanted = mask & wanted
             predicted = np.zeros(tree.num_tokens, bool)
-            predicted[index[wanted]] = True
-        layout = pack(tree, predicted, trim=not every_token)
+            predicted[index[wanted]] = True  # a prediction that any row wants is computed once
+        layout = pack(tree, predicted, trim=not every_token)  # a loss of the routers is over every token
         edges, places = flat_reads(tree, layout, wanted)
         offsets = np.concatenate([[0], np.cumsum(np.maximum(tree.trajectory_length - 1, 0))])
         return cls(
             rows=tree.trajectories,
-            used=np.delete(wanted, firsts[:-1][tree.trajectory_length > 0]),
+            used=np.delete(wanted, firsts[:-1][tree.trajectory_length > 0]),  # nothing predicts a first token
             edges=edges,
             edge_rows=layout.edge_row_index[edges],
             tree=tree,
@@ -124,7 +124,6 @@ class Batch(Selection):
         return rows
 
     def select(self, numbers: Int64[np.ndarray, " k"]) -> Selection:
-        """Some of the rows."""
         reads = ranges(self.starts[numbers], np.diff(self.starts)[numbers])
         places = ranges(self.offsets[numbers], np.diff(self.offsets)[numbers])
         return Selection(
@@ -249,18 +248,16 @@ class ScoreTable:
 
     @property
     def values_or_zeros(self) -> Float[Tensor, " R *c"]:
-        """The values; zeros if none was written."""
         return self.logprobs.new_zeros(self.num_rows) if self.values is None else self.values
 
     def write(self, piece: Piece, scores: Scores) -> None:
-        """Put a piece's scores in their places."""
         self.logprobs[self.index(piece.edges)] = scores.logprobs.detach()
         if self.entropies is not None and scores.entropies is not None:
             self.entropies[self.index(piece.rows)] = scores.entropies.detach()
         if self.statistics is not None and scores.statistics is not None:
             self.statistics.write(self.index(piece.edges), self.index(piece.rows), scores.statistics)
         if scores.values is not None:
-            if self.values is None:
+            if self.values is None:  # the head's first call says how many it gives
                 shape = (self.num_rows, *scores.values.shape[1:])
                 self.values = torch.zeros(shape, dtype=self.logprobs.dtype, device=self.device)
             self.values[self.index(piece.rows)] = scores.values.detach().to(self.values.dtype)
@@ -326,6 +323,7 @@ class StreamedGradients(KnownGradients):
         rows = None if table.entropies is None else torch.zeros_like(table.entropies, dtype=torch.float64)
         super().__init__(table, zeros, rows)
         self._batch, self._loss, self._normaliser = batch, loss, normaliser
+        # A row ends where its last prediction is scored: parts run top down, so all others are in the table by then.
         self._order = np.argsort(batch.deepest_row, kind="stable")
         self._ends = batch.deepest_row[self._order]
         self._seen = np.zeros(len(batch.layout.rows), bool)
@@ -340,7 +338,7 @@ class StreamedGradients(KnownGradients):
 
     def scored(self, piece: Piece, scores: Scores) -> None:
         """Take scores, and evaluate the trajectories that end here."""
-        new = piece.rows[~self._seen[piece.rows]]
+        new = piece.rows[~self._seen[piece.rows]]  # a part that runs again has had its rows evaluated
         self.table.write(piece, scores)
         self._seen[new] = True
         first = np.searchsorted(self._ends, new)
@@ -397,10 +395,10 @@ def evaluate_gradients(
         given = rows.at_edges(logprobs).requires_grad_()
         entropies, values = (None if x is None else rows.at_rows(x).requires_grad_() for x in (entropies, values))
         total, sums = loss.packed(given, entropies, rows.facts(given), values)
-        scores = [given, entropies, values]
+        scores = [given, entropies, values]  # leaf tensors: autograd stops at them
         present = [x for x in scores if x is not None]
         slopes: Sequence[Tensor | None] = [None] * len(present)
-        if total.requires_grad:
+        if total.requires_grad:  # a loss of the rows' own facts alone has none
             slopes = torch.autograd.grad(total / normaliser, present, allow_unused=True)
     left = iter(slopes)
     gradients = ScoreGradients(*(None if x is None else next(left) for x in scores))

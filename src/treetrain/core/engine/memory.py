@@ -93,6 +93,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(name in message for name in allocators) or ("out of memory" in message and "CUDA" in message)
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether an error is one of a moment, such as too little memory or a full disk: no cache may keep it."""
+    return is_out_of_memory(error) or isinstance(error, OSError)
+
+
 def callers_level() -> int:
     """The stack level, seen from the caller, of the first frame that is neither ours nor that of a library below us."""
     ours, level, frame = ("treetrain", "torch", "jaxtyping"), 1, sys._getframe(1)
@@ -135,7 +140,6 @@ class Rollback(AbstractContextManager["Rollback"]):
             error.add_note(f"{self.obstacle}; what this step has added to them is incomplete")
 
     def undo(self) -> None:
-        """Restore the gradients, if that is possible."""
         self._sharing.drop_unreduced()
         if self.obstacle is None:
             for parameter in self._parameters:
@@ -173,16 +177,19 @@ def tries(
     Raises:
         RuntimeError: the gradients of a failed try lie among those of earlier calls.
     """
-    restarts, most, budget = 0, 0, sys.maxsize
+    restarts = 0
+    most_tokens = 0  # alive in a try that failed
+    budget = sys.maxsize
     while True:
         attempt = Try(plan)
         yield attempt
         error = attempt.error
         if error is None:
             break
-        tokens = attempt.counts.alive or plan.peak_tokens
         if smaller is None:
             raise error
+        tokens = attempt.counts.alive or plan.peak_tokens
+        # Once a backward has run, ``.grad`` holds a part of the step. It can be dropped only if it holds nothing else.
         if rollback is not None and attempt.counts.backward_begun:
             if rollback.obstacle is not None:
                 raise RuntimeError(
@@ -191,7 +198,9 @@ def tries(
                     f"again with budget={max(tokens // 2, 1)} or less"
                 ) from error
             rollback.undo()
-        restarts, most, budget = restarts + 1, max(most, tokens), min(tokens, budget) // 2
+        restarts += 1
+        most_tokens = max(most_tokens, tokens)
+        budget = min(tokens, budget) // 2
         if not budget:
             raise error
         attempt.error = error = None  # its traceback keeps the tensors of the failed try alive
@@ -201,8 +210,8 @@ def tries(
     if restarts:
         times = "once" if restarts == 1 else f"{restarts} times"
         warnings.warn(
-            f"out of memory with {most} tokens alive; the step started over in smaller parts {times}. The result "
-            f"is exact, but took longer; budget={budget} would have avoided this",
+            f"out of memory with {most_tokens} tokens alive; the step started over in smaller parts {times}. The "
+            f"result is exact, but took longer; budget={budget} would have avoided this",
             RuntimeWarning,
             stacklevel=callers_level(),
         )

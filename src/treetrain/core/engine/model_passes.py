@@ -79,7 +79,6 @@ class ModelPasses:
             yield
 
     def mode(self, model: EngineModel) -> AbstractContextManager[None]:
-        """The mode in which the model's attention follows the tree."""
         return tree_attention(model.configured)
 
     def forward(self, part: Part) -> Scores:
@@ -88,7 +87,8 @@ class ModelPasses:
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
         """
-        gradients, table = self.gradients, self.table
+        gradients = self.gradients
+        table = self.table  # None: the layers run for what they leave behind, a KV cache or the routers' counts
         if gradients is not None and not part.graph and not gradients.needs_scores_early:
             table = None  # a prefill, whose scores are computed when its part runs with graph
         request = ScoreRequest(
@@ -102,10 +102,12 @@ class ModelPasses:
         )
         scores = self.run(part, request, score=table is not None)
         if table is not None:
+            # Without gradients whoever asked reads the table when all parts have run. With them a loss may be evaluated
+            # here, for the rows that end in this part: a user's code, which may raise anything.
             take = table.write if gradients is None else gradients.scored
             try:
                 take(part.piece, scores)
-            except Exception as error:
+            except Exception as error:  # raised at the end where other processes wait for this one's later passes
                 if not any(extension.postpones(error) for extension in self._extensions):
                     raise
         return scores
@@ -116,7 +118,6 @@ class ModelPasses:
             extension.begin(plan, gradients=gradients, idle_pass=self.idle_pass)
 
     def may_need_gradients(self, layer: Hashable) -> bool:
-        """See `PartRunner`."""
         return self._model.may_need_gradients(layer)
 
     def idle_pass(self) -> Scores:
@@ -137,6 +138,7 @@ class ModelPasses:
             extension.before_backward()
         # Under the caller's autocast, backward would use 16-bit products where forward used float32.
         with torch.autocast(self.device.type, enabled=False):
+            # Known gradients are in the loss already: the common case, which nothing else has to be computed for.
             if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
                 if scores.linear_loss.requires_grad:  # not where nothing is trained in the part or above it
                     scores.linear_loss.backward()
@@ -203,7 +205,6 @@ class ModelPasses:
             hook.remove()
 
     def call(self, layout: DeviceLayout, run: TreeRun, keywords: dict[str, Any]) -> Any:
-        """Call the model on a layout."""
         model, device = self._model.model, layout.input_ids.device
         before = _random_state(device)
         # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
@@ -238,7 +239,8 @@ class ModelPasses:
     def check_layers(self, run: TreeRun) -> None:
         """Raise UnsupportedModel unless every layer has gone through tree attention (or recurrence) once."""
         name = type(self._model.model).__name__
-        for layer, (call, hands_on) in sorted(run.repeated.items()):
+        if run.repeated:
+            layer, (call, hands_on) = min(run.repeated.items())
             raise UnsupportedModel(
                 f"layer {layer} of {name} {call} several times in a forward; a part of a tree hands one {hands_on} "
                 "per layer to the next, so this would be silently wrong under a budget."

@@ -72,7 +72,7 @@ class Scoring:
         if self.live:
             # Where passes are collective, all ranks keep graphs (each its own choice of parts), or none does.
             ranks = engine.sharing.ranks if engine.sharing.collective else Ranks()
-            first = engine.plan_keeping_graphs(plan)
+            first = engine.plan_keeping_graphs(plan)  # None: not even the caches of all parts fit
             keeps = all(ranks.exchange(first is not None))
             self.plan = first if keeps and first is not None else replace(plan, scores_first="recomputed")
         self.tokens_without_graph, self.attention = 0, Counter[str]()
@@ -109,7 +109,7 @@ class Scoring:
     def _forward(self, attempt: Try) -> None:
         plan, keeps = attempt.plan, attempt.plan.scores_first == "kept"
         self._extensions = self._attach()
-        logits = keeps and self.engine.keeps_logits(plan)
+        logits = keeps and self.engine.keeps_logits(plan)  # else the head makes them again in backward
         passes = self._passes_type(self.engine, self._extensions, attempt.counts, self.table, keep_logits=logits)
         executor = Executor(plan, passes, gradients=keeps)
         if keeps:
@@ -151,7 +151,7 @@ class Scoring:
         table = self.engine.table(attempt.plan.layout, entropy=rows is not None)  # for parts that run again
         gradients = KnownGradients(table, edges, rows, values)
         if kept is not None:
-            executor, passes = kept
+            executor, passes = kept  # they go on in this try: its counts, and gradients that are known by now
             attempt.counts.alive, passes.counts = passes.counts.alive, attempt.counts
             passes.table, passes.gradients = table, gradients
             with self._autocast():
@@ -274,7 +274,7 @@ class Scored:
         self._name, self._scoring, self._reads, self._spent = name, scoring, reads, False
         self.live = scoring.live
         engine = scoring.engine
-        self.model = ScoredModel(engine) if self.live else None
+        self.model = ScoredModel(engine) if self.live else None  # before the forward: what it changes is left out
         """The model as it is now; None under ``torch.no_grad``."""
         table = scoring.forward()
         if self.model is not None:
@@ -328,7 +328,6 @@ class Scored:
 
     @property
     def parts(self) -> int:
-        """Parts of the plan."""
         return self._scoring.plan.num_parts
 
     @property
@@ -361,7 +360,6 @@ class Scored:
         return False
 
     def drop_gradients(self) -> None:
-        """Forget the gradients that the leaves have received."""
         self.deferral.forget()
 
     def zero_gradients(self) -> None:
@@ -401,7 +399,7 @@ class Scored:
                 self.deferral.lifted(),
                 Rollback(engine.parameters, sharing) as rollback,
             ):
-                self._spent = True
+                self._spent = True  # whatever happens: graphs are freed on the way
                 try:
                     self._scoring.backward(*gradients, "each" if sync else "never", rollback)
                 except RuntimeError as error:
@@ -418,7 +416,6 @@ class Scored:
             sharing.average_gradients(engine.parameters)
 
     def _check_backward(self) -> None:
-        """Raise RuntimeError if a backward now would not match the scores."""
         name = self._name
         if self.model is None:
             raise RuntimeError(

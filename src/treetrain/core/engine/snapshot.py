@@ -35,7 +35,6 @@ _DEPTH = 8
 
 
 def global_hooks() -> tuple[dict[int, object], ...]:
-    """PyTorch's hooks on all modules."""
     return tuple(
         getattr(_of_all_modules, f"_global_{when}_hooks")
         for when in ("forward_pre", "forward", "backward_pre", "backward")

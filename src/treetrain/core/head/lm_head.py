@@ -58,12 +58,10 @@ class Statistics(NamedTuple):
 
     @classmethod
     def empty(cls, edges: int, rows: int, dtype: torch.dtype, device: torch.device) -> "Statistics":
-        """Zeros, to be written to."""
         two = [torch.zeros(rows, dtype=dtype, device=device) for _ in range(2)]
         return cls(torch.zeros(edges, dtype=torch.bool, device=device), *two)
 
     def write(self, edges: Tensor | slice, rows: Tensor | slice, part: "Statistics") -> None:
-        """Put statistics of some edges and rows in their places."""
         self.is_top1[edges] = part.is_top1
         self.mean_logits[rows] = part.mean_logits
         self.log_sum_sq_probs[rows] = part.log_sum_sq_probs
@@ -79,7 +77,8 @@ class Scores:
     """The fused loss: the log-probabilities times known coefficients."""
     values: Float[Tensor, " R *c"] | None = None
     carrier: Tensor | None = None
-    """The model's own output where hooks on it must run in every backward, which then also starts from it."""
+    """What the model returned in place of logits, if hooks on its output must run in every backward (FSDP2's do).
+    Backward then also starts from it, with zeros."""
     statistics: Statistics | None = None
 
     @property
@@ -187,19 +186,15 @@ class VocabularyShare(Protocol):
     @property
     def width(self) -> int:
         """Tokens in the largest share."""
-        ...
 
     def own(self, weight: Tensor) -> Tensor:
         """This process's part of the head's weight or bias."""
-        ...
 
     def chunk(self, own: "PlainChunk") -> "PlainChunk":
         """A chunk over the whole vocabulary, from that of this process."""
-        ...
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum over the processes, in place."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,7 +274,8 @@ def score_edges(
 # ---- in the place of the model's head
 
 PROBES = (0.37, -2.9, 11.0, 173.0, -64.0, 2.5e4, -3.1e4)
-"""Inputs on which logit maps differ. They follow the scores in the carrier for a model with a logit map."""
+"""Numbers behind the scores of a model that scales or caps its logits, to see that it does so as it declares. Two maps
+may agree on the scores of a part: a cap changes small numbers little, and a factor hides behind a cap in large ones."""
 
 
 class HeadCall(NamedTuple):
@@ -299,7 +295,8 @@ def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest
     operations on the carrier show whether the declaration is right.
     """
     calls: list[HeadCall] = []
-    original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
+    original = capabilities.head.forward
+    scalar = capabilities.scalar
     # A head whose forward has already been replaced may compute more than its matrix product.
     is_replaced = "forward" in vars(capabilities.head) and request.vocabulary is None
     fused = capabilities.head_is_linear and not is_replaced
@@ -314,9 +311,15 @@ def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest
             )
         flat = hidden.flatten(0, 1)
         if capabilities.scores_tokens:
-            size, head = capabilities.vocab_size, capabilities.head
             scores = score_edges(
-                flat, head, original, edges, request, fused=fused, vocab_size=size, logit_map=logit_map
+                flat,
+                capabilities.head,
+                original,
+                edges,
+                request,
+                fused=fused,
+                vocab_size=capabilities.vocab_size,
+                logit_map=capabilities.logit_map,
             )
         else:
             scores = without_logprobs(flat, edges)
@@ -326,24 +329,29 @@ def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest
             scores = replace(scores, values=values[: len(edges.rows)])
             if request.reaches_all_weights and not len(edges.rows):
                 scores = replace(scores, logprobs=scores.logprobs + zero_of(values))
-        if capabilities.scores_tokens:
-            carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
-            carrier = carrier.clone() if request.reaches_all_weights else carrier  # a hook would not follow a view
-        else:  # distinct, unevenly spaced numbers, one per token, so that the one kept is known
-            like = scores.logprobs
-            carrier = (torch.arange(len(flat), device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
-            if request.reaches_all_weights and scores.values is not None:
-                carrier = carrier + zero_of(scores.values)
-        if logit_map is not IDENTITY:
-            probes = on_device(np.array(PROBES), carrier.device, carrier.dtype)
-            carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
-        carrier = carrier if request.carrier_dtype is None else carrier.to(request.carrier_dtype)
+        carrier = _carrier(scores, len(flat), capabilities, request)
         version = 0 if carrier.is_inference() else carrier._version
         calls.append(HeadCall(scores, carrier, version))
         return carrier
 
     with replaced(capabilities.head, forward=forward):
         yield calls
+
+
+def _carrier(scores: Scores, tokens: int, capabilities: Capabilities, request: ScoreRequest) -> Tensor:
+    """What the model gets in place of logits: numbers by which `check_head` knows that it returned them unchanged."""
+    if capabilities.scores_tokens:
+        carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
+        carrier = carrier.clone() if request.reaches_all_weights else carrier  # a hook would not follow a view
+    else:  # distinct, unevenly spaced numbers, one per token, so that the one kept is known
+        like = scores.logprobs
+        carrier = (torch.arange(tokens, device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
+        if request.reaches_all_weights and scores.values is not None:
+            carrier = carrier + zero_of(scores.values)
+    if capabilities.logit_map is not IDENTITY:
+        probes = on_device(np.array(PROBES), carrier.device, carrier.dtype)
+        carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
+    return carrier if request.carrier_dtype is None else carrier.to(request.carrier_dtype)
 
 
 def check_head(model: nn.Module, capabilities: Capabilities, calls: list[HeadCall], logits: Tensor) -> None:
@@ -433,7 +441,6 @@ class LogSumExp(NamedTuple):
         return cls(highest, ((total - others).round_() - 1).add_(others).log1p_())
 
     def rows(self, rows: slice | Tensor) -> "LogSumExp":
-        """Those of some rows."""
         return LogSumExp(self.highest[rows], self.log_total[rows])
 
 
@@ -461,7 +468,6 @@ class PlainChunk:
         return LogSumExp.of(self._logits)
 
     def logprobs(self, lse: LogSumExp, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
-        """Log-probabilities of the predicted tokens."""
         return self._logits[edges].sub_(lse.highest[edges.row]).sub_(lse.log_total[edges.row])
 
     def statistics(self, lse: LogSumExp, edges: EdgesOfChunk) -> Statistics:
@@ -583,7 +589,7 @@ def _chunks(edges: Edges, vocab_size: int, device: torch.device) -> Iterator[_Ch
     step = head_chunk_rows(vocab_size, device.type)
     bounds = list(range(0, len(edges.rows), step))
     edge_row = edges.edge_row.cpu().numpy() if edges.host_edge_row is None else edges.host_edge_row
-    edge_cuts = np.searchsorted(edge_row, [*bounds, len(edges.rows)]).tolist()
+    edge_cuts = np.searchsorted(edge_row, [*bounds, len(edges.rows)]).tolist()  # edges are sorted by row
     for number, start in enumerate(bounds):
         taken = slice(edge_cuts[number], edge_cuts[number + 1])
         own = EdgesOfChunk(edges.edge_row[taken] - start, edges.targets[taken])
@@ -606,8 +612,12 @@ class _LinearHead:
         compute, buffers = settings.compute, settings.request.buffers
         buffers = buffers if buffers is not None and buffers.takes(weight) else None
         wide = torch.promote_types(compute, torch.float32)
-        self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
-        self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
+        self._rows = rows
+        self._given = rows, weight, bias
+        self._settings = settings
+        self._backward = backward
+        self._weight = weight.to(compute)
+        self._bias = None if bias is None else bias.to(compute)
         self._type = settings.request.kernels.chunk_type(compute, rows.device, bias, settings.scaling)
         vocabulary = settings.request.vocabulary  # ranks exchange numbers at every chunk: all have the same chunks
         self.vocab_size = len(weight) if vocabulary is None else vocabulary.width
@@ -688,7 +698,7 @@ class _LinearScores(torch.autograd.Function):
                 own = logits.log_sum_exp()
                 lse.highest[chunk.rows], lse.log_total[chunk.rows] = own
                 logprobs[chunk.edges] = logits.logprobs(own, chunk.own)
-                if known is not None:
+                if known is not None:  # while the logits are there: the head runs once
                     head.add(chunk, logits, own, known[chunk.edges])
                     continue
                 if kept is not None:
@@ -719,7 +729,7 @@ class _LinearScores(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             head = _LinearHead(rows, weight, bias, settings, backward=True, needs=ctx.needs_input_grad[:3])
             for number, chunk in enumerate(_chunks(settings.edges, head.vocab_size, rows.device)):
-                if kept is None:
+                if kept is None:  # there was no memory to keep all logits
                     logits = head.logits(chunk)
                 else:
                     logits, kept[number] = kept[number], None

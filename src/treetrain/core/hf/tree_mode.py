@@ -115,6 +115,36 @@ def replaced(target: object, **values: object) -> Iterator[None]:
                 del vars(target)[name]
 
 
+def forward_hooks(modules: Iterable[nn.Module]) -> Iterator[dict[int, Callable]]:
+    """The dictionaries of the hooks around the forwards of some modules."""
+    for module in modules:
+        yield from (module._forward_pre_hooks, module._forward_hooks)
+
+
+@contextmanager
+def hooks_replaced(
+    dictionaries: Iterable[dict | None], change: Callable[[Callable], Callable | None]
+) -> Iterator[None]:
+    """Run other hooks inside the block: what `change` makes of each hook; None: it does not run.
+
+    Hooks that are registered inside the block stay, and those that are removed in it stay removed.
+    """
+    before = [
+        (hooks, dict(hooks), {key: change(hook) for key, hook in hooks.items()}) for hooks in dictionaries if hooks
+    ]
+    for hooks, _, changed in before:
+        hooks.clear()  # in place: autograd keeps references to the dictionaries
+        hooks.update({key: hook for key, hook in changed.items() if hook is not None})
+    try:
+        yield
+    finally:
+        for hooks, own, changed in before:
+            left = dict(hooks)
+            hooks.clear()
+            hooks.update({key: hook for key, hook in own.items() if key in left or changed[key] is None})
+            hooks.update({key: hook for key, hook in left.items() if key not in own})
+
+
 # ---- attention
 
 

@@ -112,21 +112,17 @@ class LossProtocol(Protocol):
     @property
     def scope(self) -> Scope:
         """Whether the loss is called with one row at a time (the default), or once with lists of all rows."""
-        ...
 
     @property
     def needs(self) -> Sequence[str]:
         """Names from `NEEDS`; ("logprobs",) by default. A loss that lists "predicted_values" is called with `values=`,
         and is given log-probabilities only if it lists "logprobs" or "entropies" too."""
-        ...
 
     def normaliser(self, trajectories: Any, /) -> float:
         """The number above 0 that the sum over all rows of a step is divided by."""
-        ...
 
     def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, /) -> tuple[Any, Mapping[str, Any] | None]:
         """The unnormalised sum over one row (or all), a scalar tensor, and metrics."""
-        ...
 
 
 def numeric(default: Any, *, high: float = sys.float_info.max, positive: bool = False) -> Any:

@@ -185,7 +185,7 @@ class Speeds:
     def on(cls, device: Device, counts: ModelCounts) -> Self:
         """Derive a model's speeds from a device's description."""
         reads = 3 if counts.checkpointing else 2  # reads of the weights: in forward, and once or twice in backward
-        weights = counts.parameters_in_layers * counts.dtype_bytes
+        weights = counts.parameters_in_layers * counts.dtype_bytes  # a pass reads them whatever its size
         head = (counts.parameters - counts.parameters_in_layers) * counts.dtype_bytes  # and the embedding
         fixed = counts.layers * device.layer_pass_seconds
         reached = device.flops * device.efficiency
@@ -205,7 +205,6 @@ class Links(Protocol):
 
     def hidden_beside(self, backward_ratio: float) -> float:
         """Seconds of a part's forward from which on its passes hide the links; 0 where nothing hides them."""
-        ...
 
     def added_seconds(self, kind: str, seconds: Floats, *, reduces: bool = True) -> Floats:
         """Seconds that the links add to passes of a kind that take `seconds` by themselves."""
@@ -293,11 +292,11 @@ class CostModel:
         twice = plan.runs_twice
         if twice.any():
             again += float(both[twice[plan.part_of]].sum()) * forward_share
-            again += self.row_seconds * int(twice[plan.part_of[layout.rows]].sum()) / 3
+            again += self.row_seconds * int(twice[plan.part_of[layout.rows]].sum()) / 3  # the head's forward is a third
             without += int(twice.sum())
         if self.links is not None:
             own = self._own_seconds(plan)
-            own["score"] = own["score"][twice]
+            own["score"] = own["score"][twice]  # the other parts are not scored beforehand
             links = float(sum(self.links.added_seconds(*one).sum() for one in own.items()))
         return {
             "work": float(both.sum()) + head,
@@ -324,7 +323,7 @@ class CostModel:
         heads = self.row_seconds * np.bincount(plan.part_of[layout.rows], minlength=parts)
         again = plan.is_recomputed_token
         prefilled = np.bincount(plan.prefill[plan.part_of[again]], both[again], plan.num_prefills)
-        forward = whole * forward_share + heads / 3
+        forward = whole * forward_share + heads / 3  # backward makes two products of each of the head's
         return {
             "forward": forward + speeds.graph_pass / 3,
             "backward": whole * (1 - forward_share) + heads * 2 / 3 + speeds.graph_pass * 2 / 3,
@@ -379,7 +378,7 @@ class CostModel:
             )
         graph, working, path = self._bytes_of_parts(plan)
         above = plan.graphs_beside(graph)
-        number = int(np.argmax(above + graph + working))
+        number = int(np.argmax(above + graph + working))  # the part while which most is alive
         peak = {"kept graphs": above[number], "running graph": graph[number], "working": working[number]}
         if plan.num_prefills:
             prefills, prefills_above = self._prefills(plan, path, above)
@@ -424,7 +423,7 @@ class CostModel:
         """Predict each part's graph and the bytes beside it at its worst moment; and the tokens of the path above."""
         model, layout = self.counts, plan.layout
         rows = np.bincount(plan.part_of[layout.rows], minlength=plan.num_parts)
-        path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)
+        path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)  # its keys are read, and have gradients
         # A head row saves its hidden state and its edges' scores for backward.
         row_bytes = model.hidden * model.dtype_bytes + 4 * self.counts.wide_bytes
         graph = np.asarray(model.saved_pass + model.saved_token * plan.sizes + row_bytes * rows, np.float64)
@@ -448,11 +447,10 @@ class CostModel:
 
     def _logits(self, rows: Int64s) -> Floats:
         """Predict the bytes of the logits of a chunk of rows, with their gradients."""
-        chunk = np.minimum(rows, head_chunk_rows(self.counts.vocab, self.device))
+        chunk = np.minimum(rows, head_chunk_rows(self.counts.vocab, self.device))  # no more logits live at once
         return self.counts.vocab * self.counts.logit * chunk.astype(np.float64)
 
     def _prefills(self, plan: Plan, path: Int64s, above: Floats) -> tuple[Floats, Floats]:
-        """Predict the bytes of each prefill, and of the kept graphs above it."""
         tokens = np.bincount(plan.prefill[plan.part_of[plan.is_recomputed_token]], minlength=plan.num_prefills)
         top = np.array([plan.prefill_parts(number)[0] for number in range(plan.num_prefills)], np.int64)
         # A loss that is not linear in the log-probabilities is scored in prefills too.

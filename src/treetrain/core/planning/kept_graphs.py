@@ -52,7 +52,7 @@ def most_worth_keeping(worth: Floats, graph: Floats, beside: Floats) -> NDArray[
     for by_worth, first in itertools.product(orders, beginnings):
         kept, left = np.zeros(count, bool), beside.copy()
         for part in by_worth[by_worth >= first].tolist():
-            later = left[part + 1 :]
+            later = left[part + 1 :]  # a graph stays from its forward until its backward: while later parts run
             if later.min(initial=np.inf) >= graph[part]:
                 kept[part] = True
                 later -= graph[part]

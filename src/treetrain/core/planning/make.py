@@ -47,7 +47,7 @@ def parse_budget(value: object) -> int | Bytes | None:
         match = _SIZE.fullmatch(text)
         if re.fullmatch("[0-9]+", text):
             budget = int(text)
-        elif match is not None and match[3] in _UNITS:
+        elif match is not None and match[3] in _UNITS:  # unlike a number alone, which counts tokens
             budget = Bytes(int(float(match[1] + (match[2] or "")) * _UNITS[match[3]]))
     count = budget.count if isinstance(budget, Bytes) else budget
     if value is not None and (count is None or count < 1):
@@ -124,7 +124,7 @@ def make_plan(
     elif budget is not None:
         plan, tokens = partition(layout, budget, cost.seconds), budget
     else:
-        size = max(PART_TOKENS[cost.device], cost.hiding_tokens)
+        size = max(PART_TOKENS[cost.device], cost.hiding_tokens)  # larger parts would be no faster
         tokens = None
         if layout.num_tokens <= size:
             plan = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))

@@ -262,11 +262,12 @@ class _Cutter:
             groups = sorted((hanging[segment], segment) for segment in inside if hanging[segment])
             must = max((alone[segment] for segment in below), default=0)
             tokens = [size for size, _ in groups]
-            taken = _how_many(tokens, [largest[segment] for _, segment in groups], room, must, self.target)
+            taken = _groups_taken(tokens, [largest[segment] for _, segment in groups], room, must, self.target)
             for _, segment in groups[:taken]:
                 for _, start in subtrees[segment]:
                     pieces.add(start, piece)
             room -= sum(tokens[:taken])
+            # The groups left out become leaves, as large as the room that is left allows.
             for _, segment in groups[taken:]:
                 pieces.pack([], subtrees[segment], min(room, self.target), even=True)
             pending += [(segment, room) for segment in below]
@@ -302,7 +303,7 @@ def _take_children(
         tokens, child = heappop(ready)
         own, left = (alone[child], child), room - tokens
         others = needs[-1] if needs[-1] != own else needs[-2]
-        fits = max(others[0], alone[child] - tokens) <= left
+        fits = max(others[0], alone[child] - tokens) <= left  # what hangs below the piece, and below the child
         # Taking the child saves a part. But its tokens stay alive while all small subtrees of the piece run, so these
         # fill leaves of `left` tokens instead of `room`: (owned + hanging) (1 / left - 1 / room) leaves more. The
         # child is taken if that is at most one leaf.
@@ -314,17 +315,19 @@ def _take_children(
     return inside, below, room
 
 
-def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int, target: int) -> int:
-    """Choose how many groups of small subtrees a kept piece takes in, for the fewest parts.
+def _groups_taken(sizes: Sequence[int], largest: Sequence[int], room: int, must: int, target: int) -> int:
+    """The number of groups of small subtrees that a kept piece takes in, for the fewest parts.
+
+    A group that is taken in needs no part. Its tokens stay alive, so the parts below have less room and are more.
 
     Args:
-        owned: tokens of each group, ascending; a group continues one token.
+        sizes: tokens of each group, ascending; a group continues one token.
         largest: tokens of the largest subtree of each group.
         room: tokens that may be alive below the piece before it takes in any group.
         must: tokens that must stay free for the kept segments below.
         target: size that leaves need not exceed.
     """
-    count, tokens = len(owned), np.array(owned, np.int64)
+    count, tokens = len(sizes), np.array(sizes, np.int64)
     left = room - np.concatenate([[0], np.cumsum(tokens)])
     rest = np.maximum.accumulate(np.array([0, *largest[::-1]], np.int64))[::-1]
     fits = np.maximum(rest, must) <= left  # what is left must hold the largest subtree that is not taken

@@ -145,7 +145,7 @@ class Plan:
         count = int(part_of.max(initial=-1)) + 1
         before = layout.parent
         roots = np.flatnonzero((before < 0) | (part_of[before] != part_of)) if len(before) else before
-        attach = np.full(count, -2, np.int64)
+        attach = np.full(count, -2, np.int64)  # -2: no token of the part has been seen
         attach[part_of[roots]] = before[roots]
         wrong = roots[attach[part_of[roots]] != before[roots]]
         if len(wrong):
@@ -158,7 +158,7 @@ class Plan:
         parent = np.where(attach >= 0, part_of[attach], -1)
         first = np.zeros(count, np.int64)
         first[part_of[::-1]] = np.arange(len(part_of))[::-1]  # the last write wins, so the first token is kept
-        order = depth_first(parent, first)
+        order = depth_first(parent, first)  # the caller's numbers may be any
         number = np.empty(count, np.int64)
         number[order] = np.arange(count)
         part_of, attach = number[part_of], attach[order]
@@ -167,7 +167,7 @@ class Plan:
         attached = np.zeros(len(before) + 1, np.int64)
         attached[np.unique(attach[attach >= 0]) + 1] = 1
         attached = np.cumsum(attached)
-        exported = attached[layout.ends] > attached[:-1]
+        exported = attached[layout.ends] > attached[:-1]  # whether an attach token is in the token's subtree
         is_inner = np.zeros(count, bool)
         is_inner[parent[parent >= 0]] = True
         stays = np.zeros(count, bool) if kept is None else kept[order] & is_inner
@@ -243,7 +243,7 @@ class Plan:
         """Traverse the parts depth first: each is entered before, and left after, all parts below it."""
         stack: list[int] = []
         for part, parent in enumerate(self.parent.tolist()):
-            while stack and stack[-1] != parent:
+            while stack and stack[-1] != parent:  # pre-order: all below the top of the stack have been seen
                 yield "leave", stack.pop()
             stack.append(part)
             yield "enter", part
@@ -260,7 +260,7 @@ class Plan:
         if self.scores_first == "kept":
             kept = self.kept.tolist()
             yield from (Event("forward" if stays else "score", part) for part, stays in enumerate(kept))
-            for part in reversed(range(self.num_parts)):
+            for part in reversed(range(self.num_parts)):  # so that all parts below a part precede it
                 if not kept[part]:
                     yield Event("forward", part)
                 yield Event("backward", part)
@@ -305,7 +305,7 @@ class Plan:
 
     def _most_held(self, handed_on: Bools) -> int:
         """Count the most of these tokens (bool [M]) whose caches are held at once."""
-        if self.scores_first == "kept":
+        if self.scores_first == "kept":  # no cache is released before the backwards
             return int(handed_on.sum())
         exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts)
         filled = np.where(self.kept, exports, 0)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
-from treetrain.core.tree.token_tree import Int64s, TokenTree, ranges
+from treetrain.core.tree.token_tree import Int64s, TokenTree, ranges, segments
 
 Bools = NDArray[np.bool_]
 
@@ -104,7 +104,7 @@ def pack(tree: TokenTree, predicted: Bool[np.ndarray, " N"] | None = None, *, tr
     edges = np.flatnonzero(wanted)
     kept = needed_tokens(tree, edges) if trim else np.ones(tree.num_tokens, bool)
     new_index = np.concatenate([[0], np.cumsum(kept)])  # also maps subtree ends
-    edges = edges[np.argsort(tree.parent[edges], kind="stable")]
+    edges = edges[np.argsort(tree.parent[edges], kind="stable")]  # by row; the edges of a fork stay in pre-order
     keep = np.flatnonzero(kept)
     before = tree.parent[keep]
     return PackedLayout(
@@ -147,7 +147,7 @@ def cut(layout: PackedLayout, tokens: Int64[np.ndarray, " m"]) -> Piece:
     Args:
         tokens: positions in the layout, ascending.
     """
-    place = np.full(layout.num_tokens + 1, -1, np.int64)
+    place = np.full(layout.num_tokens + 1, -1, np.int64)  # the last entry serves parents of roots, -1
     place[tokens] = np.arange(len(tokens))
     first = np.searchsorted(layout.edge_rows, tokens)
     edges = ranges(first, np.searchsorted(layout.edge_rows, tokens, side="right") - first)
@@ -155,8 +155,8 @@ def cut(layout: PackedLayout, tokens: Int64[np.ndarray, " m"]) -> Piece:
     piece = PackedLayout(
         input_ids=layout.input_ids[tokens],
         positions=layout.positions[tokens],
-        parent=place[layout.parent[tokens]],
-        ends=np.searchsorted(tokens, layout.ends[tokens]),
+        parent=place[layout.parent[tokens]],  # -1 where the parent is in another part
+        ends=np.searchsorted(tokens, layout.ends[tokens]),  # pre-order stays: a subtree is one range here too
         tree_index=layout.tree_index[tokens],
         edge_rows=place[layout.edge_rows[edges]],
         edge_targets=layout.edge_targets[edges],
@@ -195,27 +195,12 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " f
     return edge_of[index[at]], at - 1 - trajectory + empty_before[trajectory]
 
 
-def segments(parent: Int64[np.ndarray, " M"]) -> tuple[Int64s, Int64s]:
-    """Split a forest in pre-order into maximal runs without a fork: (start int64 [S + 1], parent segment int64 [S]).
-
-    Args:
-        parent: each token's parent, -1 at roots.
-    """
-    count = len(parent)
-    children = np.bincount(parent + 1, minlength=count + 1)[1:]
-    opens = (parent < 0) | (children[parent] > 1) if count else np.zeros(0, bool)
-    start = np.flatnonzero(opens)
-    of = np.cumsum(opens) - 1
-    before = parent[start]
-    return np.append(start, count), np.where(before >= 0, of[before], -1)
-
-
 def needed_tokens(tree: TokenTree, edges: Int64s) -> Bool[np.ndarray, " N"]:
     """Tokens at or above the predecessor of an edge (an edge is given by its predicted token)."""
     reads = np.zeros(tree.num_tokens + 1, np.int64)
-    reads[tree.parent[edges] + 1] = 1
+    reads[tree.parent[edges] + 1] = 1  # shifted by one, so that sums over ranges are differences
     reads = np.cumsum(reads)
-    return reads[tree.end] > reads[:-1]
+    return reads[tree.end] > reads[:-1]  # whether the token's subtree holds a predecessor
 
 
 @dataclass(frozen=True, slots=True)

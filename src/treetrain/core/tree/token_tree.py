@@ -175,6 +175,21 @@ class TokenTree:
         return self.trained_edges(np.ones(self.num_trajectories, bool))
 
 
+def segments(parent: Int64[np.ndarray, " M"]) -> tuple[Int64s, Int64s]:
+    """Split a forest in pre-order into maximal runs without a fork: (start int64 [S + 1], parent segment int64 [S]).
+
+    Args:
+        parent: each token's parent, -1 at roots.
+    """
+    count = len(parent)
+    children = np.bincount(parent + 1, minlength=count + 1)[1:]
+    opens = (parent < 0) | (children[parent] > 1) if count else np.zeros(0, bool)
+    start = np.flatnonzero(opens)
+    of = np.cumsum(opens) - 1
+    before = parent[start]
+    return np.append(start, count), np.where(before >= 0, of[before], -1)
+
+
 def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64[np.ndarray, " _"]:
     """Depth + 1 entries: the tokens from the root to `token`; empty for -1. Segments are a tree's or a layout's."""
     pieces, stop = [np.zeros(0, np.int64)], token + 1
@@ -593,13 +608,11 @@ def _lay_out(buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, toke
     before = np.where(above >= 0, target[above] + pieces.length[above] - 1, -1)
     index -= 1
     index[start] = before
-    children = np.bincount(above[above >= 0], minlength=len(order))
-    # A piece that is the only child of its parent continues the parent's segment.
-    opens = (above < 0) | (children[above] > 1)
-    segment_start = np.append(start[opens], total)
-    before = before[opens]
-    segment_parent = np.where(before >= 0, np.searchsorted(segment_start, before, side="right") - 1, -1)
-    return TreeArrays(tokens, index, depths, end, segment_start, segment_parent)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    # Pieces form a forest too. One that is the only child of its parent continues the parent's segment.
+    first_piece, segment_parent = segments(np.where(above >= 0, place[above], -1))
+    return TreeArrays(tokens, index, depths, end, np.append(start, total)[first_piece], segment_parent)
 
 
 def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:

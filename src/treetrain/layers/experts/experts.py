@@ -135,7 +135,9 @@ class Experts(LossExtension):
         whole: RouterBalance | None = None,
         scale: float | Tensor = 1.0,
     ):
-        self.experts, self._model, self._device = experts, model, device
+        self.experts = experts
+        self._model = model
+        self._device = device
         self._recorded = by_place(experts, tree.experts)
         self._counts = trajectories_through(tree) if balanced else None
         self.balanced = self.adds = balanced
@@ -143,7 +145,9 @@ class Experts(LossExtension):
         zeros = [torch.zeros(experts.experts or 0, dtype=torch.float64, device=device) for _ in range(2)]
         self.balance = RouterBalance(choices=zeros[0], probabilities=zeros[1], tokens=0.0)
         """The balance of the passes so far."""
-        self._collects, self._gradients, self._scored_first = True, False, False
+        self._collects = True
+        self._gradients = False
+        self._scored_first = False
 
     def begin(self, plan: Plan, *, gradients: bool, idle_pass: Callable[[], Scores]) -> None:
         self._gradients, self._scored_first = gradients, plan.scores_first == "kept"
@@ -164,12 +168,14 @@ class Experts(LossExtension):
 
     def before_forward(self, model_pass: ModelPass) -> None:
         part = model_pass.part
-        # One pass over each token is counted: the last of the run, or the first where all parts are scored first.
-        final = part.graph or not self._gradients or self._scored_first
+        # A token may pass twice in a run, and is counted once. A recomputed part counts when it runs with graph, not in
+        # its prefill. Where all parts are scored before the loss is known, the balance is needed by then, so the first
+        # pass counts, whether it keeps a graph or not.
+        counts = part.graph or not self._gradients or self._scored_first
         routers = (
             self._idle(part.piece.layout.num_tokens)
             if model_pass.idle
-            else self._pass_over(part.piece.layout.tree_index, final=final)
+            else self._pass_over(part.piece.layout.tree_index, counts=counts)
         )
         share = instance_of(Share, model_pass.extras)
         routers = routers if share is None else routers.of_share(share)
@@ -182,13 +188,13 @@ class Experts(LossExtension):
         routers.close(outputs)
         return scores
 
-    def _pass_over(self, tree_index: Int[np.ndarray, " n"], *, final: bool) -> "RouterPass":
+    def _pass_over(self, tree_index: Int[np.ndarray, " n"], *, counts: bool) -> "RouterPass":
         recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
         if self._counts is None:
             return RouterPass(self, recorded, None)
-        counts = self._counts[tree_index]
-        collects = final and self._collects
-        return RouterPass(self, recorded, on_device(counts, self._device), float(counts.sum()), collects)
+        rows = self._counts[tree_index]  # a token counts as often as rows go through it
+        collects = counts and self._collects
+        return RouterPass(self, recorded, on_device(rows, self._device), float(rows.sum()), collects)
 
     def _idle(self, tokens: int) -> "RouterPass":
         counts = torch.zeros(tokens, dtype=torch.int64, device=self._device) if self.balanced else None
@@ -407,7 +413,9 @@ class _Balanced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, routing: Experts):
-        ctx.counts, ctx.routing, ctx.dtype = counts, routing, probabilities.dtype
+        ctx.counts = counts
+        ctx.routing = routing
+        ctx.dtype = probabilities.dtype
         return weights.clone()
 
     @staticmethod
@@ -448,7 +456,9 @@ class _RecordedTopK(TorchFunctionMode):
 
     def __init__(self, recorded: Tensor, experts: int):
         super().__init__()
-        self._recorded, self._experts, self.times = recorded, experts, 0
+        self._recorded = recorded
+        self._experts = experts
+        self.times = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -87,7 +87,9 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
         UnsupportedModel: a family whose images are not known to be exact on a tree; names those that are.
         DataError: images that this model cannot read, or that do not fit their tokens.
     """
-    images, inner, lm = tree.images, image_encoder(model), causal_lm(model)
+    images = tree.images
+    inner = image_encoder(model)
+    lm = causal_lm(model)
     config = lm.config
     if images is None:
         return

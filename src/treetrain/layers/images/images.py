@@ -44,7 +44,9 @@ class Images(Extension):
     def __init__(self, model: nn.Module, tree: TokenTree):
         inner = image_encoder(model)
         assert inner is not None and tree.images is not None
-        self._inner, self._images, self._device = inner, tree.images, model_device(model)
+        self._inner = inner
+        self._images = tree.images
+        self._device = model_device(model)
         self._positions = path_positions(inner, tree)
         self._attention: dict[int, str] = {}
         self._encoded: ImageFeatures | None = None

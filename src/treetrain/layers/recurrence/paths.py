@@ -97,7 +97,9 @@ class StateView:
         """int64 [x]: indices of the pass's tokens whose states are exported."""
         self.continues = entry >= 0
         """Whether the pass starts from a state of the cache."""
-        self.cache, self.entry, self._slots = cache, entry, slots
+        self.cache = cache
+        self.entry = entry
+        self._slots = slots
         self._needed = frozenset(cache.needs.needed)
         self._slot_index: Tensor | None = None
 
@@ -131,7 +133,9 @@ class StateView:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, view: StateView, key: Key, *depends: Tensor | None):
-        ctx.view, ctx.key, ctx.count = view, key, len(depends)
+        ctx.view = view
+        ctx.key = key
+        ctx.count = len(depends)
         # A copy: slots are overwritten while graphs that have read them are alive.
         return view.cache.value(key)[view.entry].clone()
 
@@ -145,7 +149,9 @@ class _Enter(torch.autograd.Function):
 class _Export(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out: Tensor, states: Tensor, view: StateView, key: Key):
-        ctx.view, ctx.key, ctx.dtype = view, key, states.dtype
+        ctx.view = view
+        ctx.key = key
+        ctx.dtype = states.dtype
         view.cache.buffer(key, states).value.index_copy_(0, view.slots_on(states.device), states)
         return out.view_as(out)
 
@@ -223,7 +229,9 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         extended, weight = ctx.saved_tensors
         taps: Taps = ctx.taps
-        source, factor, count = _wide(extended), _wide(weight), len(grad)
+        source = _wide(extended)
+        factor = _wide(weight)
+        count = len(grad)
         behind = None
         if taps.elsewhere is not None:
             behind = grad.index_select(0, taps.elsewhere)
@@ -294,7 +302,9 @@ class Paths:
         exchange: Exchange | None = None,
     ):
         self.exchange = exchange
-        self._layout, self._device, self._states = layout, device, states
+        self._layout = layout
+        self._device = device
+        self._states = states
         self._exported = _NONE if states is None else states.exported
         self._taps: dict[int, Taps] = {}
 
@@ -329,7 +339,9 @@ class Paths:
             given: the tensors that the rule takes: queries and keys [N, J, K], values [N, H, V], decays [N, H], and for
                 the gated delta rule beta [N, H]. See `delta_rule.gated_delta` and `state_space.state_space`.
         """
-        query, value, state = given[0], given[2], None
+        query = given[0]
+        value = given[2]
+        state = None
         if self._states is not None and self._states.continues:
             state = self._states.enter((layer, "state"), *given[1:])
         scan = scan_for(rule.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1])

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from treetrain.core.engine.memory import is_out_of_memory
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import SpecialLayers, causal_lm
 from treetrain.core.hf.tree_mode import TreeRun, instance_of, replaced
@@ -73,7 +74,9 @@ def _separate_projections(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidde
 def _short_convolution(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidden:
     """Run a layer of a convolution between two gates (LFM2)."""
     before, after, values = layer.in_proj(hidden).chunk(3, -1)
-    gated, weight, bias = (before * values)[0], layer.conv.weight.squeeze(1), layer.conv.bias
+    gated = (before * values)[0]
+    weight = layer.conv.weight.squeeze(1)
+    bias = layer.conv.bias
     if (ranks := paths.exchange) is not None:
         (gated,), weight = ranks.to_heads(gated), ranks.own(weight)
         bias = None if bias is None else ranks.own(bias)
@@ -139,7 +142,9 @@ def _state_space(layer: Layer, hidden: Hidden, paths: "Paths") -> Hidden:
     scaled = hasattr(layer, "mup_vector")  # Falcon-H1 scales what goes into the projection and what comes out of it
     projected = layer.in_proj(hidden * layer.ssm_in_multiplier if scaled else hidden)
     projected = projected * layer.mup_vector if scaled else projected
-    inner, keys, dtype = layer.intermediate_size, layer.n_groups * layer.ssm_state_size, hidden.dtype
+    inner = layer.intermediate_size
+    keys = layer.n_groups * layer.ssm_state_size
+    dtype = hidden.dtype
     gate, mixed, step = projected.split([inner, inner + 2 * keys, layer.num_heads], -1)
     weights = [layer.A_log, layer.dt_bias, layer.D]
     channels, (step,), (log_rate, shift, skip) = _convolved(layer, mixed, [inner, keys, keys], [step], weights, paths)
@@ -335,6 +340,8 @@ def _try_tiny(layer: Layer, config: PreTrainedConfig) -> str | None:
             with torch.no_grad(), _torch_functions(type(layer)):
                 own, ours = tiny(hidden), kind.forward(tiny, hidden, paths)
     except Exception as error:  # an unknown class may raise anything for such a configuration
+        if is_out_of_memory(error):  # which says nothing about the class: the next model tries it again
+            raise
         return f"looks known, but a small one of its class cannot be tried ({type(error).__name__}: {error})"
     if own.shape != ours.shape or not torch.allclose(own, ours, rtol=_TINY_TOLERANCE, atol=_TINY_TOLERANCE):
         return f"has the parts of a {kind.what}, but its own forward gives something else; it is not supported"

@@ -67,7 +67,9 @@ def _errors(
     trunk = range(70)
     layout = pack(build_tree([[*trunk, *range(100, 140)], [*trunk, *range(200, 205)], [*range(300, 366)]]), trim=False)
     count, exported = layout.num_tokens, np.array([30, 109])
-    (key_heads, value_heads), (key_size, value_size), (dtype, *by_head) = heads, sizes, dtypes
+    (key_heads, value_heads) = heads
+    (key_size, value_size) = sizes
+    (dtype, *by_head) = dtypes
     # Drawn on the CPU: the device's own random state belongs to the user's run.
     generator = torch.Generator().manual_seed(0)
     keys, values = (count, key_heads, key_size), (count, value_heads, value_size)

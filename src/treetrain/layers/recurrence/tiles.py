@@ -150,7 +150,9 @@ def _tile_class(
         ends: those of the layout.
     """
     device, (count, size) = ends.device, index.shape
-    tokens, tile, slot = on_device(index, device), on_device(exit_tile, device), on_device(exit_slot, device)
+    tokens = on_device(index, device)
+    tile = on_device(exit_tile, device)
+    slot = on_device(exit_slot, device)
     filled = torch.arange(size, device=device) < on_device(length, device)[:, None]
     seen = (tokens[:, None, :] <= tokens[:, :, None]) & (tokens[:, :, None] < ends[tokens][:, None, :])
     seen &= filled[:, None, :] & filled[:, :, None]

@@ -1,12 +1,12 @@
 """Rollouts of agents, benchmarks and RL frameworks: SWE-agent, tau-bench and tau2-bench, Inspect AI, the search trees
 of ToolBench and Tree of Thoughts, verl, ART and AReaL."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
 import numpy as np
 
+from treetrain.core.digest import digest
 from treetrain.core.errors import DataError, quoted
 from treetrain.logs.formats.conversations import NOT_TRAINED, finished, untrained
 from treetrain.logs.formats.events import of_file
@@ -276,7 +276,7 @@ def read_verl(record: Record, notes: Notes) -> list[Record]:
         return [known | {"messages": untrained(prompt) + answer} for answer in answers]
     notes.add("verl writes this text without special tokens, so its tokens are not those that were sampled")
     known = {"prompt": field(record, "input", str), "completion": field(record, "output", str)}
-    group = hashlib.sha256(record["input"].encode("utf-8", "replace")).hexdigest()[:16]  # of answers to one prompt
+    group = digest(record["input"])  # of answers to one prompt
     return [known | {"reward": record.get("score"), "group": group} | facts(record)]
 
 

@@ -3,9 +3,9 @@
 Each reader gives a record the names of TRL's columns and leaves the rest to `conversations`.
 """
 
-import hashlib
 import json
 
+from treetrain.core.digest import digest
 from treetrain.core.errors import DataError, quoted
 from treetrain.logs.formats.conversations import read_completion, read_preference, read_sharegpt, untrained
 from treetrain.logs.formats.tokens import summed_reward
@@ -47,8 +47,7 @@ def read_answers(record: Record, notes: Notes) -> list[Record]:
         notes.add("SkyRL decodes the ids that it sampled, so the texts are tokenised again")
     known = _without(record, prompt, answer, "reward", "score")
     if score is not None:  # answers to one prompt are compared with one another
-        text = json.dumps(record[prompt], sort_keys=True)
-        known = {"group": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]} | known | {"reward": score}
+        known = {"group": digest(json.dumps(record[prompt], sort_keys=True))} | known | {"reward": score}
     return read_completion(known | {"prompt": record[prompt], "completion": record[answer]}, notes)
 
 

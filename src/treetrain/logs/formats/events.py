@@ -156,7 +156,9 @@ def _openhands_message(event: Json, number: int) -> tuple[dict[str, Json] | None
     """The message of an event, and the id of the response that an event of the agent is a part of."""
     if not isinstance(event, Mapping):
         raise DataError(f"event {number} is {quoted(event)}, expected an object")
-    kind, action, source = event.get("kind"), event.get("action"), event.get("source")
+    kind = event.get("kind")
+    action = event.get("action")
+    source = event.get("source")
     name = first_path(event, "tool_call_metadata.tool_call_id", "tool_call_id")
     if kind == "SystemPromptEvent" or action == "system":
         return {"role": "system", "content": first_path(event, "system_prompt.text", "args.content")}, None

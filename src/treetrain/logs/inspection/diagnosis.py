@@ -274,7 +274,11 @@ class _Search:
                 continue
             own = prepared.ids[row].size
             moved = places.get(partner, np.arange(prepared.ids[partner].size + 1))
-            place, pieces, size, i, j = np.empty(own + 1, np.int64), [], 0, 0, 0
+            place = np.empty(own + 1, np.int64)
+            pieces = []
+            size = 0
+            i = 0
+            j = 0
             rest = Edit(Gap(link.partner_end, link.partner_end, link.row_end, own), "")
             for (first, first_stop, second, second_stop), cause in [*link.edits, rest]:
                 place[j:second] = moved[i:first] - moved[i] + size

@@ -264,7 +264,9 @@ def _by_group(picture: Picture) -> Picture:
     stop = picture.y + picture.height
     mixed = changes[picture.y] != changes[stop - 1]
     whole = np.flatnonzero(~mixed)
-    numbers, tops, heights = [whole], [place[picture.y[whole]]], [picture.height[whole]]
+    numbers = [whole]
+    tops = [place[picture.y[whole]]]
+    heights = [picture.height[whole]]
     for block in np.flatnonzero(mixed).tolist():
         at = np.sort(place[picture.y[block] : stop[block]])
         first = np.flatnonzero(np.diff(at, prepend=-2) != 1)
@@ -273,7 +275,9 @@ def _by_group(picture: Picture) -> Picture:
         heights.append(np.diff(np.append(first, len(at))))
     number, y, height = (np.concatenate(each) for each in (numbers, tops, heights))
     order = np.lexsort((picture.x[number], y))
-    number, y, height = number[order], y[order], height[order]
+    number = number[order]
+    y = y[order]
+    height = height[order]
     each = ("x", "width", "kind", "start", "unique", "branches", "hidden", "trained")
     # A piece's parent is the last piece of the parent block that begins at its top or above.
     key = picture.parent[number] * (len(place) + 1) + y

@@ -244,7 +244,9 @@ class Prepared:
         for number in self.unsorted:
             partner = partners.get(tuple(sorted(found[number].names)), next(iter(partners.values())))
             tools, others = given[number], given[partner]
-            start, stop, other = found[number].start, found[number].stop, found[partner].start
+            start = found[number].start
+            stop = found[number].stop
+            other = found[partner].start
             equal = common_prefix(tools, others)
             if min(equal, tools.size) < max(tools.size, others.size):
                 ours, theirs = (self.given[number], start + equal, stop), self.given[partner]
