@@ -19,11 +19,37 @@ def test_every_public_name_is_in_the_api():
     assert shown - {"testing"} == set(tt.__all__) - {"__version__"}
 
 
-def test_every_page_is_in_the_menu():
-    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    named = set(re.findall(r"[\w/]+\.md", menu))
-    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert pages <= named, "name the page in mkdocs.yml"
+BESIDE_THE_MENU = ("families.md", "log.md")
+"""Tables that are looked up; the API, which is made from docstrings, stands beside the menu too."""
+
+
+def menu() -> list[str]:
+    """The pages of the menu, in its order."""
+    return re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1])
+
+
+def test_every_page_is_in_the_menu_or_linked_from_a_page_that_is():
+    texts = {page: (ROOT / "docs" / page).read_text(encoding="utf-8") for page in menu() if page != "BENCHMARKS.md"}
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages == set(texts) | set(BESIDE_THE_MENU), "name the page in mkdocs.yml"
+    for page in (*BESIDE_THE_MENU, "api/index.md"):
+        assert any(f"]({page}" in text for text in texts.values()), f"no page of the menu links to {page}"
+
+
+def test_the_docs_can_be_read_to_the_end():
+    assert len(menu()) <= 20
+    texts = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in menu() if page != "BENCHMARKS.md"]
+    assert sum(text.count("\n") for text in texts) <= 2500, "cut something: nobody reads more"
+
+
+def test_no_line_of_the_docs_is_too_long():
+    """Rows of tables cannot be wrapped, and what a program prints is shown as it is."""
+    for page in menu():
+        if page != "BENCHMARKS.md":
+            text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+            text = re.sub(r"^```text\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+            for line in text.splitlines():
+                assert len(line) <= 120 or line.startswith("|"), f"{page}: {line}"
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path):
