@@ -10,7 +10,7 @@ greedy decoding on held-out problems, whose stories tell of other things than th
 A run that was stopped goes on: models and checkpoints are in runs/calculator, and a run with its row of this commit is
 left out. results/calculator.csv has a row for every step, results/calculator_accuracy.csv one for every run,
 results/calculator_texts.jsonl what the models wrote about three held-out problems. docs/images/calculator.png and
-docs/convergence.md show them.
+docs/numerics.md show them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 STEPS, FINAL = "calculator", "calculator_accuracy"
 TEXTS = result_rows.RESULTS / "calculator_texts.jsonl"
-PICTURE, DOCS = ROOT / "docs" / "images" / "calculator.png", ROOT / "docs" / "convergence.md"
+PICTURE, DOCS = ROOT / "docs" / "images" / "calculator.png", ROOT / "docs" / "numerics.md"
 RUNS = Path("runs/calculator")
 ARMS = {"alone": False, "shared": True}
 """TRL by itself, and with `tt.share_prefixes`."""

@@ -150,7 +150,7 @@ def rehearse() -> None:
 
 
 CANDIDATES = ("cudnn.flex_attention", "flash_attn.cute")
-"""Attention of others that could serve irregular forests (docs/gpu_kernels.md)."""
+"""Attention of others that could serve irregular forests (docs/gpu.md)."""
 LIMITS = {torch.bfloat16: 1.5e-2, torch.float32: 2e-5}
 """Largest relative error of attention and its gradients against float64."""
 

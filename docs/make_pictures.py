@@ -1,4 +1,4 @@
-"""Writes the pictures of the README and of docs/concepts.md.
+"""Writes the pictures of the README and of docs/design.md.
 
 - tree.svg: recorded games as rows, and the same games as the tree that `treetrain inspect` draws.
 - step.svg: what a batch passes through, with the folders of the source.

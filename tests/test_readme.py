@@ -73,7 +73,7 @@ def test_the_readme_fits_on_three_screens():
 
 def test_the_readme_gives_the_gradients_of_row_by_row(names):
     setup, after = runnable(ROOT / "README.md")
-    before = runnable(ROOT / "docs" / "examples.md")[0]
+    before = runnable(ROOT / "docs" / "loops.md")[0]
     exec(setup, names)
     gradients = []
     for code in (before, after):

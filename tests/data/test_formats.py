@@ -1,4 +1,4 @@
-"""Logs as tools write them, rebuilt from the sources that docs/data.md names: one small dialogue in all of them."""
+"""Logs as tools write them, rebuilt from the sources of SOURCES.md: one small dialogue in all of them."""
 
 import json
 import zipfile

@@ -451,7 +451,7 @@ over the forests. Its bound is 1.5.
 `num_kv_shared_layers` above 0: `tests/models/test_attention_kinds.py`); the table's models have none.
 
 **Models for images and text** are exact on rows of text: Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3 and Llama 4
-(their `...ForConditionalGeneration` classes: `tests/trainers/test_text_rows.py`). [Images](images.md) are exact on
+(their `...ForConditionalGeneration` classes: `tests/trainers/test_text_rows.py`). [Images](models.md#images) are exact on
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts, Mistral 3, InternVL, LLaVA and Pixtral; others are
 refused by name.
 
