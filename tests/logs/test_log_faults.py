@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from trl import chat_template_utils
 
-from data.test_trained_spans import reader, runs  # noqa: F401  # `reader` is a fixture
+from logs.test_trained_spans import reader, runs  # noqa: F401  # `reader` is a fixture
 from treetrain.core.errors import DataError
 from treetrain.logs.load import from_messages, load
 
