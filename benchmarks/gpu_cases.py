@@ -211,7 +211,7 @@ def self_checks(out: Out, names: tuple[str, ...] = ("varlen", "triton")) -> None
 
 def kernel_tests(out: Out) -> None:
     """The tests of the kernels, which take the GPU where there is one; each file compiles many variants."""
-    for file in ("softmax_attention/test_triton.py", "softmax_attention/test_varlen.py", "engine/test_head_kernels.py"):
+    for file in ("attention/test_triton.py", "attention/test_varlen.py", "engine/test_head_kernels.py"):
         with out.case("tests", file=file) as row:
             out.need(20.0)
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / file)]

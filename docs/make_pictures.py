@@ -99,11 +99,11 @@ def svg(picture: Picture, *, rows: bool) -> str:
 
 
 STEP = (
-    ("rows", "token ids, weights,", "advantages", "data/"),
-    ("token tree", "prefixes merged,", "in pre-order", "tree/"),
-    ("plan", "parts that fit", "the budget", "planning/"),
-    ("model", "unmodified, runs", "a part per pass", "models/"),
-    ("LM head", "a log-probability", "per prediction", "engine/"),
+    ("rows", "token ids, weights,", "advantages", "logs/"),
+    ("token tree", "prefixes merged,", "in pre-order", "core/tree/"),
+    ("plan", "parts that fit", "the budget", "core/planning/"),
+    ("model", "unmodified, runs", "a part per pass", "core/engine/"),
+    ("LM head", "a log-probability", "per prediction", "core/head/"),
     ("loss", "yours, or a sum", "over rows", "losses/"),
 )
 """Boxes of the upper line: the title, two lines of text, the folder."""
@@ -138,7 +138,7 @@ def step_picture() -> str:
         if number:
             arrow((x - apart, top + high / 2), (x - 1, top + high / 2))
     below = top + high + 40
-    cache = ("KV cache of the path", "keys, values and their gradients", "softmax_attention/")
+    cache = ("KV cache of the path", "keys, values and their gradients", "core/attention/")
     box(left[3] - 60, below, wide + 120, cache, COLOURS[0])
     middle = left[3] + wide / 2
     arrow((middle - 12, top + high), (middle - 12, below - 1))

@@ -1,4 +1,4 @@
-"""Checks the shapes in signatures; shared fixtures: where the real data is, and how tests say that it is absent."""
+"""Checks the shapes in signatures; shared fixtures: trajectories, real ones and stand-ins, and processes."""
 
 import gc
 import importlib.util
@@ -84,9 +84,19 @@ def heard_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Folder of the real trajectories and tokenizer; the test skips where it is not there."""
+@pytest.fixture(scope="session", params=["stand-in", pytest.param("real", marks=pytest.mark.slow)])
+def shared_data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of trajectories and a tokenizer.
+
+    First that of `support.stand_in_data`, which everybody can make; then, in the slow run, that of the real ones, whose
+    tests skip where it is not there.
+    """
+    if request.param == "stand-in":
+        from support import stand_in_data
+
+        folder = tmp_path_factory.mktemp("stand-in")
+        stand_in_data.write(folder)
+        return folder
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real trajectories not found at {SHARED_DATA} (set TREETRAIN_SHARED_DATA)")
     return SHARED_DATA

@@ -39,8 +39,6 @@ def test_training_writes_a_folder_that_transformers_loads(treetrain, token_file,
 
 def test_the_default_loss_refuses_the_pairs_of_the_shared_data(treetrain, model_folder, tmp_path, shared_data) -> None:
     path = shared_data / "log_faults" / "f0_rejected_trained.jsonl"
-    if not path.is_file():
-        pytest.skip(f"small logs not found at {path}")
     argv = ("train", path, "--model", model_folder, "--chat_template", "chatml", "--output_dir", tmp_path / "out")
     assert "is rejected (chosen=False)" in treetrain(*argv, "--max_steps", "1", *QUIET).error
 

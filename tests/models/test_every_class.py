@@ -451,9 +451,9 @@ over the forests. Its bound is 1.5.
 `num_kv_shared_layers` above 0: `tests/models/test_attention_kinds.py`); the table's models have none.
 
 **Models for images and text** are exact on rows of text: Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3 and Llama 4
-(their `...ForConditionalGeneration` classes: `tests/trainers/test_text_rows.py`). [Images](models.md#images) are exact on
-Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts, Mistral 3, InternVL, LLaVA and Pixtral; others are
-refused by name.
+(their `...ForConditionalGeneration` classes: `tests/trainers/test_text_rows.py`). [Images](models.md#images) are exact
+on Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts, Mistral 3, InternVL, LLaVA and Pixtral; others
+are refused by name.
 
 **Other models.** The decision depends on what a layer is and asks for, not on the model's name. So another model of the
 same layers is exact as well. `treetrain models --model NAME_OR_FOLDER` answers for one model from its configuration,

@@ -30,7 +30,7 @@ def start(target: Callable[..., None], *args: Any) -> Any:
     """
     tests, path = Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")
     if str(tests) not in path.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(tests), f"{tests}/distributed", f"{tests}/trainers", path])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(tests), f"{tests}/parallel", f"{tests}/trainers", path])
     process = _CONTEXT.Process(target=target, args=args, daemon=True)
     process.start()
     return process

@@ -1,4 +1,4 @@
-"""Data sets of columns, search trees, and batches that trainers write; tests/data/SOURCES.md names the sources."""
+"""Data sets of columns, search trees, and batches that trainers write; tests/logs/SOURCES.md names the sources."""
 
 import json
 
