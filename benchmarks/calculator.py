@@ -1,6 +1,6 @@
 """Does a pretrained model learn the same with shared prefixes, and sooner? SFT, then GRPO, in TRL; three seeds.
 
-Run: python benchmarks/calculator.py [--seeds 0 1 2] [--sft-steps 4] [--steps 40] [--test 96] [--picture-only]
+Run: python benchmarks/calculator.py [--seeds 0 1 2] [--sft-steps 8] [--steps 40] [--test 96] [--picture-only]
 
 SmolLM2-135M-Instruct learns to solve arithmetic and word problems with a calculator over several turns
 (examples/calculator), full weights, float32. `tt.share_prefixes` is the one difference between the runs that are
@@ -203,7 +203,7 @@ def write_page() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sft-steps", type=int, default=4)
+    parser.add_argument("--sft-steps", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40, help="of GRPO")
     parser.add_argument("--test", type=int, default=96, help="held-out problems")
     parser.add_argument("--picture-only", action="store_true", help="draw the rows that are there")

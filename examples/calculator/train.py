@@ -21,11 +21,11 @@ import treetrain as tt
 from examples.calculator.agent import Episode, load, load_tokenizer, play
 from examples.calculator.problems import HELD_OUT, TRAINED, Problem, correct, draw
 
-GROUP, GROUPS = 6, 4
+GROUP, GROUPS = 4, 8
 """Answers to a problem, and problems, of a step of GRPO."""
 
 
-def make_sft(model: Any, *, seed: int = 0, steps: int = 4, share: bool = True, output: str = "runs/sft") -> SFTTrainer:
+def make_sft(model: Any, *, seed: int = 0, steps: int = 8, share: bool = True, output: str = "runs/sft") -> SFTTrainer:
     """SFT on demonstrations, eight a step; a step sees each of its problems for the first time."""
     args = SFTConfig(
         output,
@@ -57,7 +57,7 @@ def make_grpo(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP,
         gradient_accumulation_steps=GROUPS,
-        learning_rate=1e-5,
+        learning_rate=5e-6,
         lr_scheduler_type="constant",
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
@@ -146,7 +146,7 @@ def accuracy(model: Any, problems: Sequence[Problem]) -> tuple[float, list[Episo
     return sum(right) / len(right), episodes
 
 
-def main(seed: int = 0, sft_steps: int = 4, steps: int = 40, share: bool = True, test: int = 96) -> GRPOTrainer:
+def main(seed: int = 0, sft_steps: int = 8, steps: int = 40, share: bool = True, test: int = 96) -> GRPOTrainer:
     """Train and test; returns the trainer of GRPO."""
     model, problems = load(), held_out(test)
 
@@ -167,7 +167,7 @@ def main(seed: int = 0, sft_steps: int = 4, steps: int = 40, share: bool = True,
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A pretrained model learns to use a calculator.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, default=4)
+    parser.add_argument("--sft-steps", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40, help="of GRPO")
     parser.add_argument("--no-share", dest="share", action="store_false", help="train as TRL alone does")
     main(**vars(parser.parse_args()))
