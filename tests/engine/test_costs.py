@@ -13,6 +13,7 @@ from torch import nn
 import treetrain as tt
 from support import models
 from support.models import BASE, build, make_config, make_model, needs_transformers
+from support.passes import cache_bytes
 from treetrain.core.engine.executor import Executor, Part, PassCounts
 from treetrain.core.engine.loss_gradients import Batch, KnownGradients, ScoreTable
 from treetrain.core.engine.model_passes import ModelPasses
@@ -126,7 +127,7 @@ def peak_and_cache(model: nn.Module, layout, plan) -> tuple[int, int]:
         executor = Executor(plan, passes, gradients=True)
         states = [x._states for x in extensions if isinstance(x, Recurrence)]
         executor.train()
-    return meter.peak, sum(cache.num_bytes for cache in (executor._cache, *states) if cache is not None)
+    return meter.peak, sum(cache_bytes(cache) for cache in (executor._cache, *states) if cache is not None)
 
 
 def forest(vocabulary: int, trunk: int, branch: int):

@@ -12,6 +12,7 @@ import torch
 import treetrain as tt
 from support.cases import OTHERS
 from support.models import MAMBA, make_model, needs_transformers
+from support.passes import cache_bytes
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
 from treetrain.check import linear
@@ -170,7 +171,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         assert slots.most <= len(attach) and (slots.most > 0) == (len(attach) > 0)
         # Three recurrent layers, each with a state and the last three inputs, values and gradients.
         state, tail = 4 * 8 * 12, 3 * (2 * 2 * 8 + 4 * 12)
-        assert slots.num_bytes == (3 * slots.most * (state + tail) * 4 * 2 if slots.most else 0)
+        assert cache_bytes(slots) == (3 * slots.most * (state + tail) * 4 * 2 if slots.most else 0)
 
 
 def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):

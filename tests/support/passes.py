@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.check import first_use
-from treetrain.core.attention.kv_cache import Buffer
+from treetrain.core.attention.kv_cache import Buffer, RowBuffers
 from treetrain.core.engine import executor
 from treetrain.core.tree.token_tree import build_tree
 
@@ -57,6 +57,12 @@ def watched(model: nn.Module) -> Iterator[Passes]:
             yield seen
     finally:
         handle.remove()
+
+
+def cache_bytes(cache: RowBuffers) -> int:
+    """Bytes of all buffers that a cache has made so far."""
+    tensors = [t for buffer in cache._buffers.values() for t in (buffer.value, buffer.grad)]
+    return sum(t.nbytes for t in tensors if t is not None)
 
 
 class WatchedCache(executor.KVCache):

@@ -15,7 +15,7 @@ from treetrain.core.engine.extension import Extension, Reduces
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import Capabilities
-from treetrain.core.losses.protocol import Loss, RowLoss
+from treetrain.core.losses.protocol import Loss, UserLoss
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout
 from treetrain.core.tree.token_tree import TokenTree
@@ -202,7 +202,7 @@ class GroupSharing(Sharing):
         weight, sent = 0.0, None
         if ranks.data_size > 1:
             # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
-            if loss.scope == "batch" or (normaliser is None and isinstance(loss, RowLoss)):
+            if loss.scope == "batch" or (normaliser is None and isinstance(loss, UserLoss)):
                 sent = [row.replace(images=None) if row.images else row for row in rows]  # no loss reads pixels
             else:
                 loss.check(rows)

@@ -357,7 +357,7 @@ def _times(
 ) -> _Times:
     order = timed_order([alone.passes(plan) for plan in plans])
     without_shards = replace(cost, links=None)
-    busy = [seconds for _, seconds in timed_order([without_shards.passes(plan) for plan in plans])]
+    busy = np.array([seconds for _, seconds in timed_order([without_shards.passes(plan) for plan in plans])])
     kinds = "".join(turn.kind[0].upper() for turn, _ in order)
     outside = _seconds(links.weights.reduce, device)  # of replicas: once, at the end
     if cost.links is not None:
@@ -367,7 +367,7 @@ def _times(
             float(cost.links.added_seconds(turn.kind, seconds, reduces=number == last or not reduces_last))
             for number, ((turn, _), seconds) in enumerate(zip(order, busy))
         )
-    return _Times(kinds, sum(seconds for _, seconds in order), float(np.sum(busy)), outside)
+    return _Times(kinds, sum(seconds for _, seconds in order), float(busy.sum()), outside)
 
 
 def _sent(links: Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:

@@ -129,12 +129,6 @@ class RowBuffers:
         self.row_of[tokens] = -1
         self._in_use -= len(tokens)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers made so far."""
-        tensors = [t for buffer in self._buffers.values() for t in (buffer.value, buffer.grad)]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
     def clear(self, rows: slice) -> None:
         """Zero the gradients of newly allocated rows; grows the buffers, with their contents, if they have fewer."""
         grow = rows.stop > self._rows

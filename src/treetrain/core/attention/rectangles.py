@@ -49,13 +49,10 @@ SCORES = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 
 class Kernel(Protocol):
-    """Attention of blocks of queries to blocks of keys."""
+    """Attention of blocks of queries to blocks of keys; see `StockKernel`."""
 
-    def forward(self, query, key, value, causal, mask, scale) -> tuple[Tensor, Tensor]:
-        """See `StockKernel`."""
-
-    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale) -> tuple[Tensor, ...]:
-        """See `StockKernel`."""
+    def forward(self, query, key, value, causal, mask, scale) -> tuple[Tensor, Tensor]: ...
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale) -> tuple[Tensor, ...]: ...
 
 
 class StockKernel:

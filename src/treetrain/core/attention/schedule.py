@@ -232,24 +232,24 @@ def _emit(segments: _Segments, decision: _Decision, schedule: Schedule) -> list[
     while pending:
         top = pending.pop()
         if decision.how[top] == _REGION:
-            regions.append((start[top], end[top], start[top]))
+            regions.append((start[top], end[top], start[top]))  # the whole subtree in tiles
             continue
-        last = top + decision.how[top]
-        below = start[last + 1]
+        last = top + decision.how[top]  # the chain's last segment
+        below = start[last + 1]  # where the subtrees behind the chain begin
         schedule.chains.append((start[top], below))
         if below < end[last]:
-            schedule.rectangles.append((below, end[last], start[top], below))
+            schedule.rectangles.append((below, end[last], start[top], below))  # all of them see the whole chain
             regions.append((below, end[last], below))
         s = last - 1
         while s >= top:  # subtrees that leave the chain above its last segment
             first = decision.opens[s]
             if end[s + 1] < end[first]:
                 schedule.rectangles.append((end[s + 1], end[first], start[top], start[first + 1]))
-                if first < s:
+                if first < s:  # a block of forks; its paths begin below the first
                     regions.append((end[s + 1], end[first], start[first + 1]))
                 else:
-                    pending += segments.siblings(end[s + 1], end[s])
-            s = first - 1
+                    pending += segments.siblings(end[s + 1], end[s])  # one fork: its subtrees decide by themselves
+            s = first - 1  # above the block
     return regions
 
 
@@ -281,7 +281,7 @@ def tile_batches(
     batches, first = [], 0
     while first < len(tiles):
         slots, path = width(tiles[first].stop - tiles[first].start), len(tiles[first].path)
-        most, stop = max(32, path + (path + slots) // 4), first
+        most, stop = max(32, path + (path + slots) // 4), first  # tiles are padded to the longest of their call
         while stop < len(tiles) and width(tiles[stop].stop - tiles[stop].start) == slots:
             keys = len(tiles[stop].path) + slots
             if keys - slots > most or (stop > first and (stop - first + 1) * slots * keys > MAX_BATCH_SCORES):
@@ -304,7 +304,7 @@ def _cut_tiles(forest: Forest, regions: list[Region]) -> list[Tile]:
     while i < len(regions):
         run_start, run_stop, _ = regions[i]
         i += 1
-        while i < len(regions) and regions[i][0] == run_stop == regions[i][2]:
+        while i < len(regions) and regions[i][0] == run_stop == regions[i][2]:  # it sees nothing before its start
             run_stop = regions[i][1]
             i += 1
         for start in range(run_start, run_stop, TILE):

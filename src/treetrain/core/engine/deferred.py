@@ -55,7 +55,7 @@ class DeferredGradient(Tensor):
         )
         # Weak: autograd holds `.grad` where Python's garbage collector does not look.
         made.parameter, made.beneath = weakref.ref(parameter), parameter.grad
-        made.waits_for = dict.fromkeys(waits_for)
+        made.waits_for = dict.fromkeys(waits_for)  # in order, each once
         return made
 
     def settle(self) -> None:

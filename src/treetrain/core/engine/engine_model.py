@@ -284,7 +284,7 @@ class ScoredModel:
 
         Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
         """
-        sums = [_checksum(own_part(p)) for p in self._model.parameters]
+        sums = [_checksum(own_part(p)) for p in self._model.parameters]  # no collective, whatever ranks do
         return torch.stack([total.to(sums[0].device) for total in sums])
 
     def _change(self, holder: int, name: str, then: object, now: object) -> str:

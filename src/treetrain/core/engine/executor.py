@@ -75,6 +75,7 @@ class PartRunner(Protocol[Output]):
 
     def may_need_gradients(self, layer: Hashable) -> bool:
         """Whether something trained may come before the keys of a layer, in some token."""
+        ...
 
     def passes(self, *, graph: bool, backward: bool) -> AbstractContextManager[None]:
         """Prepare the model for the passes of a block.
@@ -83,9 +84,11 @@ class PartRunner(Protocol[Output]):
             graph: whether the passes have a graph.
             backward: whether backwards are among them.
         """
+        ...
 
     def forward(self, part: Part) -> Output:
         """Run a part forward. Autograd is on if the part has a graph."""
+        ...
 
     def backward(self, part: Part, output: Output) -> None:
         """Run a part backward from what its forward returned. All parts below it have run backward."""

@@ -124,8 +124,8 @@ class ModelPasses:
         """Run a forward over one token that adds nothing to the result."""
         layout, none = pack(build_tree([[0, 0]])), np.zeros(0, np.int64)
         graph = torch.is_grad_enabled()
-        part = Part(Piece(layout, none, none), np.zeros(1, np.int64), -1, None, graph)
-        zeros = torch.zeros(layout.num_edges, device=self.device) if graph else None
+        part = Part(Piece(layout, none, none), np.zeros(1, np.int64), -1, None, graph)  # a root, without a cache
+        zeros = torch.zeros(layout.num_edges, device=self.device) if graph else None  # its backward adds zeros
         request = ScoreRequest(
             temperature=self._model.temperature, coefficients=zeros, kernels=self._model.registry.head
         )

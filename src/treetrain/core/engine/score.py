@@ -39,6 +39,7 @@ from treetrain.core.engine.memory import Rollback, Try
 from treetrain.core.engine.model_passes import ModelPasses
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.head.lm_head import Scores
+from treetrain.core.hf.capability import is_checkpointed
 from treetrain.core.hf.tree_mode import instance_of
 from treetrain.core.losses.facts import Metrics
 from treetrain.core.losses.protocol import Loss
@@ -333,8 +334,6 @@ class Scored:
     @property
     def runs_again(self) -> bool:
         """Whether parts or checkpointed layers run forward again in `backward`."""
-        from treetrain.core.hf.capability import is_checkpointed
-
         plan = self._scoring.plan
         return plan.scores_first != "kept" or not plan.kept.all() or is_checkpointed(self._scoring.engine.model)
 

@@ -186,15 +186,19 @@ class VocabularyShare(Protocol):
     @property
     def width(self) -> int:
         """Tokens in the largest share."""
+        ...
 
     def own(self, weight: Tensor) -> Tensor:
         """This process's part of the head's weight or bias."""
+        ...
 
     def chunk(self, own: "PlainChunk") -> "PlainChunk":
         """A chunk over the whole vocabulary, from that of this process."""
+        ...
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum over the processes, in place."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

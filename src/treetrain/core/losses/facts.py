@@ -94,13 +94,13 @@ class Facts:
     def __getattr__(self, name: str) -> Float[Tensor, " T"]:
         if name not in GIVEN:
             raise AttributeError(f"predictions have no fact {name!r}; there are {', '.join(GIVEN)}")
-        require_facts(self.trajectories, (name,))
+        require_facts(self.trajectories, (name,))  # only now: a fact that no loss reads may be missing
         given = [(getattr(trajectory, name), len(trajectory)) for trajectory in self.trajectories]
         columns = (np.zeros(max(length - 1, 0)) if fact is None else fact[1:] for fact, length in given)
         flat = np.concatenate([np.zeros(0), *columns])
         flat = flat if self.used is None else flat[self.used]
         fact = on_device(np.where(self._weights == 0, 0.0, flat), self.device, self.dtype)
-        setattr(self, name, fact)
+        setattr(self, name, fact)  # `__getattr__` is not called again
         return fact
 
     @cached_property

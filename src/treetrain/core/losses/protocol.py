@@ -2,7 +2,7 @@
 
 A loss has four members: `scope`, `needs`, `normaliser(trajectories)` and the call. The engine works with the base
 class `Loss` alone, which evaluates the predictions of many rows in one call. `as_loss` checks any other loss once and
-wraps it in `RowLoss`, which calls it row by row.
+wraps it in `UserLoss`, which calls it row by row.
 
 Shape letters: K trajectories, L tokens of one of them, T predictions in use.
 """
@@ -112,17 +112,21 @@ class LossProtocol(Protocol):
     @property
     def scope(self) -> Scope:
         """Whether the loss is called with one row at a time (the default), or once with lists of all rows."""
+        ...
 
     @property
     def needs(self) -> Sequence[str]:
         """Names from `NEEDS`; ("logprobs",) by default. A loss that lists "predicted_values" is called with `values=`,
         and is given log-probabilities only if it lists "logprobs" or "entropies" too."""
+        ...
 
     def normaliser(self, trajectories: Any, /) -> float:
         """The number above 0 that the sum over all rows of a step is divided by."""
+        ...
 
     def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, /) -> tuple[Any, Mapping[str, Any] | None]:
         """The unnormalised sum over one row (or all), a scalar tensor, and metrics."""
+        ...
 
 
 def numeric(default: Any, *, high: float = sys.float_info.max, positive: bool = False) -> Any:
@@ -166,7 +170,7 @@ class Loss:
         for option in fields(self):
             kind = _type_of(type(self), option)
             value, allowed = getattr(self, option.name), get_args(kind)
-            if kind is bool and not isinstance(value, bool):
+            if kind is bool and not isinstance(value, bool):  # a text such as "false" is true
                 raise ValueError(f"{option.name} is {value!r}; allowed are True and False")
             if get_origin(kind) is Literal and value not in allowed:
                 choices = ", ".join(repr(choice) for choice in allowed)
@@ -228,7 +232,7 @@ class Loss:
             DataError: nothing to train, a negative weight, or a missing fact; raised before any work is done.
         """
         self.check(rows)
-        total = self.total_weight(rows)
+        total = self.total_weight(rows)  # 0 without an error would make every gradient infinite
         if total > 0:
             return total
         raise DataError(
@@ -275,7 +279,7 @@ class Loss:
             trajectory: one, or K.
             values: likewise, for a loss that needs them.
         """
-        if self.scope == "trajectory":
+        if self.scope == "trajectory":  # a batch of one row
             logprobs, entropies, values = (None if x is None else [x] for x in (logprobs, entropies, values))
             trajectory = [trajectory]
         for number, (row, given) in enumerate(zip(trajectory, logprobs, strict=True)):
@@ -329,7 +333,7 @@ PROTOCOL = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RowLoss(Loss):
+class UserLoss(Loss):
     """A user's own loss: it is called row by row, or once with lists if its scope is the batch."""
 
     reads_untrained: ClassVar[bool] = True
@@ -423,7 +427,7 @@ def as_loss(loss: object, normaliser: float | None = None) -> Loss:
             "it one (loss.normaliser = lambda trajectories: float(len(trajectories))), or pass normaliser= to "
             "forward_backward"
         )
-    return RowLoss(inner=loss)
+    return UserLoss(inner=loss)
 
 
 def _as_sums(metrics: Mapping[str, object] | None) -> Metrics:
@@ -438,7 +442,7 @@ def _as_sums(metrics: Mapping[str, object] | None) -> Metrics:
 
 def name_of(loss: object) -> str:
     """Return the name of a function or class, or of any other object's class."""
-    loss = loss.inner if isinstance(loss, RowLoss) else loss
+    loss = loss.inner if isinstance(loss, UserLoss) else loss
     return getattr(loss, "__name__", type(loss).__name__)
 
 

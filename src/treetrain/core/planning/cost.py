@@ -205,6 +205,7 @@ class Links(Protocol):
 
     def hidden_beside(self, backward_ratio: float) -> float:
         """Seconds of a part's forward from which on its passes hide the links; 0 where nothing hides them."""
+        ...
 
     def added_seconds(self, kind: str, seconds: Floats, *, reduces: bool = True) -> Floats:
         """Seconds that the links add to passes of a kind that take `seconds` by themselves."""

@@ -65,7 +65,7 @@ def split_images(inputs: Mapping[str, object]) -> tuple[Image, ...]:
         grid = arrays[GRID] = grid.reshape(-1, 3)
     lengths = {name: [1] * len(array) for name, array in arrays.items()}
     if grid is not None:
-        lengths["pixel_values"] = grid.prod(1).tolist()
+        lengths["pixel_values"] = grid.prod(1).tolist()  # patches of all images, one after another
     for name, array in arrays.items():
         if len(lengths[name]) != len(lengths["pixel_values"]) or sum(lengths[name]) != len(array):
             shapes = ", ".join(f"{other} {list(x.shape)}" for other, x in arrays.items())
@@ -118,7 +118,7 @@ def places_of_images(
     if len(lengths) != len(images):
         pixels = np.array([image.inputs["pixel_values"].size for image in images], np.int64)
         tokens, rest = np.divmod(pixels * sum(lengths), max(int(pixels.sum()), 1))
-        if GRID in images[0].inputs or rest.any() or not tokens.all():
+        if GRID in images[0].inputs or rest.any() or not tokens.all():  # with a grid, runs and images are as many
             raise DataError(
                 f"there are {len(images)} images and {len(lengths)} runs of image_token {image_token} in the ids; give "
                 "one image for each run, and cut rows only behind or before whole images"
@@ -126,7 +126,7 @@ def places_of_images(
         lengths = tokens.tolist()
     bounds, ends = np.cumsum(lengths), np.cumsum([len(own) for own in places])
     counts = np.searchsorted(bounds, ends, side="right")
-    if (np.r_[0, bounds][counts] != ends).any():
+    if (np.r_[0, bounds][counts] != ends).any():  # an image's tokens would be in two rows
         raise DataError(
             f"the rows have {[len(own) for own in places]} tokens {image_token}, their images {lengths}; give the "
             "images of these rows, and cut rows only behind or before whole images"

@@ -145,7 +145,7 @@ class Trajectory:
         except DataError as error:
             raise DataError(f"trajectory{'' if id is None else f' {quoted(id)}'}: {error}") from error
         for name, value in facts.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # the class is frozen
 
     def __len__(self) -> int:
         return self.ids.size
@@ -154,7 +154,7 @@ class Trajectory:
     def weights(self) -> PerToken:
         """Loss weights as the losses use them: ones if none were given, entry 0 always 0."""
         weights = np.ones(self.ids.size) if self.loss_weights is None else self.loss_weights.copy()
-        weights[:1] = 0.0
+        weights[:1] = 0.0  # nothing predicts the first token
         return weights
 
     def replace(self, **changes: object) -> Self:
