@@ -2,8 +2,8 @@
 
 Run: python benchmarks/check_commits.py. A row of results has the commit that made it. An id that is not in the history,
 or that has a + (made with changes that were not committed), says nothing about what was measured. Ids are also read
-from BENCHMARKS.md and the README, where they follow the word commit. Exit code 1 if one is wrong. Without git or a
-history to look in (an unpacked archive, a shallow clone) nothing is checked, and a line says so.
+from BENCHMARKS.md, the README and docs/, where they follow the word commit. Exit code 1 if one is wrong. Without git or
+a history to look in (an unpacked archive, a shallow clone) nothing is checked, and a line says so.
 """
 
 import csv
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-AFTER_COMMIT = re.compile(r"\bcommits? ((?:[0-9a-f]{7,40}\+?(?:, )?)+)")
+ID = r"\b[0-9a-f]{7,40}\b\+?"
+AFTER_COMMIT = re.compile(rf"\bcommits?:? ((?:`?{ID}`?(?:, | and )?)+)", re.IGNORECASE)
 
 
 def main(root: Path = ROOT) -> int:
@@ -27,7 +28,9 @@ def main(root: Path = ROOT) -> int:
     known: dict[str, bool] = {}
     for place, commit in named(root):
         if commit not in known:
-            known[commit] = _git(root, "merge-base", "--is-ancestor", commit, "HEAD") is not None
+            # Names of branches and tags are no ids: what they name changes.
+            is_id = re.fullmatch(ID, commit) is not None
+            known[commit] = is_id and _git(root, "merge-base", "--is-ancestor", commit, "HEAD") is not None
         if not known[commit]:
             wrong += 1
             why = "was made with uncommitted changes" if commit.endswith("+") else "is not in this history"
@@ -39,7 +42,7 @@ def no_history(root: Path) -> str | None:
     """Why ids cannot be looked up; None if they can."""
     shallow = _git(root, "rev-parse", "--is-shallow-repository")
     if shallow is None:
-        return "this is no git repository, or git is not installed"
+        return "git is not installed, or reads no repository here"
     if shallow == "true":
         return "this clone is shallow (git fetch --unshallow)"
     top = _git(root, "rev-parse", "--show-toplevel")
@@ -52,15 +55,15 @@ def named(root: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(results.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             for row in (reader := csv.DictReader(file)):
-                yield f"{path.relative_to(root)}:{reader.line_num}", row["commit"]
+                yield f"{path.relative_to(root)}:{reader.line_num}", row.get("commit") or ""
     for path in sorted(results.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if commit := json.loads(line).get("commit"):
                 yield f"{path.relative_to(root)}:{number}", commit
-    for path in (root / "BENCHMARKS.md", root / "README.md"):
+    for path in (root / "BENCHMARKS.md", root / "README.md", *sorted((root / "docs").rglob("*.md"))):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            for found in AFTER_COMMIT.findall(line):
-                for commit in found.removesuffix(", ").split(", "):
+            for ids in AFTER_COMMIT.findall(line):
+                for commit in re.findall(ID, ids):
                     yield f"{path.relative_to(root)}:{number}", commit
 
 

@@ -56,25 +56,36 @@ def test_commits_of_the_history_pass(check, checkout, capsys):
 def test_an_id_that_is_elsewhere_or_was_not_committed_is_named_with_its_line(check, checkout, capsys):
     first = git(checkout, "rev-parse", "--short", "HEAD~1")
     other = git(checkout, "commit-tree", "HEAD^{tree}", "-m", "a commit of no branch")
-    for commit, why in ((f"{first}+", "uncommitted"), (other[:10], "not in this history"), ("", "not in this history")):
+    branch = git(checkout, "symbolic-ref", "--short", "HEAD")
+    elsewhere = "not in this history"
+    for commit, why in ((f"{first}+", "uncommitted"), (other[:10], elsewhere), ("", elsewhere), (branch, elsewhere)):
         name_commit(checkout, commit)
         assert check.main(checkout) == 1
         printed = capsys.readouterr().out
         assert "benchmarks/results/a.csv:2" in printed and why in printed
 
 
-def test_ids_of_the_pages_are_read_too(check, checkout, capsys):
-    first = git(checkout, "rev-parse", "--short", "HEAD~1")
-    (checkout / "README.md").write_text(f"words\n\na machine; commit {first}, 0123abc\n")
+def test_rows_without_the_column_are_named(check, checkout, capsys):
+    (checkout / "benchmarks" / "results" / "a.csv").write_text("date\n2026-01-01\n")
     assert check.main(checkout) == 1
-    assert "README.md:3: 0123abc is not in this history" in capsys.readouterr().out
+    assert "benchmarks/results/a.csv:2: no commit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["README.md", "BENCHMARKS.md", "docs/memory.md"])
+@pytest.mark.parametrize("written", ["commit {}, 0123abc", "commits `{}` and `0123abc`", "Commit: 0123abc"])
+def test_ids_of_the_pages_are_read_too(check, checkout, capsys, page, written):
+    first = git(checkout, "rev-parse", "--short", "HEAD~1")
+    (checkout / "docs").mkdir()
+    (checkout / page).write_text(f"words that commit nobody\n\na machine; {written.format(first)}\n")
+    assert check.main(checkout) == 1
+    assert capsys.readouterr().out == f"{page}:3: 0123abc is not in this history: measure it anew, or delete it\n"
 
 
 def test_without_a_history_nothing_is_checked_and_a_line_says_why(check, checkout, tmp_path, capsys):
     name_commit(checkout, "0123abc")
     shutil.copytree(checkout, tmp_path / "archive", ignore=shutil.ignore_patterns(".git"))
     assert check.main(tmp_path / "archive") == 0
-    assert "no git repository" in capsys.readouterr().out
+    assert "reads no repository here" in capsys.readouterr().out
     git(checkout, "commit", "-qam", "three")
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{checkout}", "shallow")
     assert check.main(tmp_path / "shallow") == 0

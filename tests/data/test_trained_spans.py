@@ -166,6 +166,17 @@ IN_TURN = (
     "{%- if add_generation_prompt and messages[-1].role == 'user' %}"
     "{{- '<|turn>model\n<|channel>thought\n<channel|>' }}{%- endif %}"
 )
+# Written after Mistral's: the system prompt stands in front of the last message, if a user's, so the prompt for an
+# answer is no beginning of the answered conversation; and there is no header of answers.
+SYSTEM_LAST = (
+    "{%- set said = messages[0].content if messages[0].role == 'system' else '' %}{{- bos_token }}"
+    "{%- for m in messages if m.role != 'system' %}{%- if m.role == 'user' %}"
+    "{{- '<|inst|> ' + (said + ' ' if loop.last else '') + m.content + '<|/inst|>' }}"
+    "{%- elif m.role == 'tool' %}{{- '<|result|>' + m.content + '<|/result|>' }}"
+    "{%- else %}{{- m.content }}{%- for c in m.tool_calls or [] %}"
+    "{{- '<|call|> ' + c.function.name + (c.function.arguments | tojson) }}{%- endfor %}{{- '<|end|>' }}"
+    "{%- endif %}{%- endfor %}"
+)
 # Writes what the model says and calls, and no call without text beside it; the last answer has no end.
 NO_LAST_END = (
     "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- for c in m.tool_calls or [] %}"
@@ -219,6 +230,14 @@ def test_the_text_of_an_answer_behind_its_results_ends_before_those_that_it_does
     rows, _ = trained([ASKED, calling(call(city="Bern"), content="I look."), *SUNNY[2:]], IN_TURN, view=view)
     apart = [calls, "I look.<turn|>"] if view == "transcript" else [f"{calls}I look."]
     assert [text for row in rows for text in row] == [*apart, "It is sunny.<turn|>"]
+
+
+@pytest.mark.parametrize("view", ["transcript", "calls"])
+def test_an_answer_is_told_from_a_prompt_that_is_written_otherwise_once_it_is_answered(trained, view):
+    messages = [said("system", "Be brief."), *CONVERSATIONS["a call in the middle"]]
+    rows, _ = trained(messages, SYSTEM_LAST, view=view)
+    answers = ["It is.<|end|>", '<|call|> weather{"city": "Bern"}<|end|>', "It is sunny.<|end|>", "Bye.<|end|>"]
+    assert [text for row in rows for text in row] == answers
 
 
 def test_thinking_does_not_follow_the_empty_thought_that_the_prompt_asks_with(reader):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import treetrain as tt
 from support.models import make_model
+from support.passes import unnoticed
 from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.devices import Device
 from treetrain.core.tree.layout import pack
@@ -63,7 +64,7 @@ def counted_step(
         calls.append((torch.is_grad_enabled(), named["input_ids"].shape[1]))
 
     # On a module that runs once per call, whatever wraps the model.
-    handle = model.base_model.register_forward_pre_hook(count, with_kwargs=True)  # type: ignore[union-attr]
+    handle = model.base_model.register_forward_pre_hook(unnoticed(count), with_kwargs=True)  # type: ignore[union-attr]
     engine = tt.TreeEngine(model, budget=budget, check=False, **sharing)
     with Moved() as moved:
         result = engine.forward_backward([rows[number] for number in own], LOSSES[loss])

@@ -467,3 +467,19 @@ def test_the_hook_by_which_embeddings_require_gradients_needs_no_look_however_of
     model.model.embed_tokens.register_forward_hook(make_inputs_require_grads)
     with pytest.raises(UnsupportedModel, match=r"embed_tokens .*make_inputs_require_grads mixes tokens"):
         engine.score(ROWS)
+
+
+@pytest.mark.parametrize("soft", [7, 26])
+def test_rows_of_the_forest_that_hold_nothing_trained_need_no_gradient(soft):
+    """No row holds token 7, and some hold token 26."""
+    model = make_model("qwen3")
+    model.requires_grad_(False)
+    model.register_parameter("soft", nn.Parameter(torch.zeros(model.config.hidden_size)))
+
+    def put(_module, given, out):
+        here = given[0] == soft
+        return torch.where(here[..., None], model.soft, out) if here.any() else None
+
+    model.get_input_embeddings().register_forward_hook(put)
+    tt.TreeEngine(model).forward_backward([[soft, 2, 3]], tt.losses.sft())
+    assert model.soft.grad.norm() > 0

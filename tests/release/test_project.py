@@ -1,6 +1,8 @@
 """What the project says about itself in several files is the same in all of them."""
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -58,6 +60,69 @@ def test_the_oldest_versions_of_the_docs_are_those_of_the_package():
             assert PROJECT["requires-python"] == f">={oldest}"
         else:
             assert any(re.match(rf"{package}>={re.escape(oldest)}(,|$)", one) for one in everything), (package, oldest)
+
+
+@pytest.mark.parametrize("tool", ["ruff", "pyright"])
+def test_a_tool_of_the_linters_has_one_exact_version_in_all_files(tool):
+    asked = {one for extra in PROJECT["optional-dependencies"].values() for one in extra if one.startswith(tool)}
+    (pinned,) = asked
+    assert re.fullmatch(rf"{tool}==[\d.]+", pinned)
+    workflows = [str(path.relative_to(ROOT)) for path in (ROOT / ".github/workflows").glob("*.yml")]
+    for name in ("Makefile", ".pre-commit-config.yaml", *workflows):
+        for line in read(name).splitlines():
+            if re.search(rf"\b{tool}\s*[=<>~!]|install\b.*\b{tool}\b", line):
+                assert pinned in line, f"{name}: {line.strip()}, where pyproject.toml has {pinned}"
+
+
+def test_the_hooks_before_a_commit_run_the_linter_of_make_lint():
+    yaml = pytest.importorskip("yaml")
+    hooks = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"][0]["hooks"]
+    asked = [one for hook in hooks if hook["entry"].startswith("ruff ") for one in hook["additional_dependencies"]]
+    assert len(asked) == 2 and set(asked) < set(PROJECT["optional-dependencies"]["dev"])
+
+
+def workflow(name: str) -> dict:
+    return pytest.importorskip("yaml").safe_load(read(f".github/workflows/{name}.yml"))
+
+
+def test_ci_tests_the_versions_of_python_that_the_package_and_the_docs_name():
+    named = [found for one in PROJECT["classifiers"] if (found := one.rpartition(":: ")[2]).startswith("3.")]
+    jobs = workflow("ci")["jobs"]
+    tested = [job["strategy"]["matrix"]["python"] for job in (jobs["tests"], jobs["wheel"])]
+    assert tested == [named, named]
+    assert f"| python | {named[0]} | {named[-1]} |" in read("docs/versions.md")
+
+
+@pytest.mark.parametrize("name", ["ci", "publish"])
+def test_a_job_that_lints_has_the_history_in_which_commits_of_rows_are_looked_up(name):
+    for job in workflow(name)["jobs"].values():
+        targets = job.get("strategy", {}).get("matrix", {}).get("target", [])
+        runs = [step.get("run") for step in job["steps"]]
+        if "lint" in targets or "make test" in runs or "make lint" in runs:
+            assert [step["with"]["fetch-depth"] for step in job["steps"] if "checkout" in step.get("uses", "")] == [0]
+
+
+@pytest.mark.parametrize(
+    "open_issue, written", [("", "issue create --title The nightly run fails"), ("7", "issue comment 7")]
+)
+def test_a_nightly_run_that_fails_opens_an_issue_or_writes_to_the_open_one(open_issue, written, tmp_path):
+    jobs = workflow("nightly")["jobs"]
+    report = jobs["report"]
+    assert report["needs"] == "nightly" and report["permissions"] == {"actions": "read", "issues": "write"}
+    assert "secrets" not in read(".github/workflows/nightly.yml")
+    (step,) = report["steps"]
+    client = tmp_path / "gh"
+    client.write_text(
+        '#!/bin/sh\necho "$@" >> "$CALLS"\n'
+        'case "$1 $2" in\n"run view") echo "- [test-next](https://x/1)";;\n"issue list") echo "$OPEN";;\nesac\n'
+    )
+    client.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "OPEN": open_issue}
+    environment |= {"RUN": "12", "TITLE": step["env"]["TITLE"]}
+    subprocess.run(["bash", "-c", step["run"]], env=environment, check=True)
+    asked = (tmp_path / "calls").read_text()
+    assert written in asked and "- [test-next](https://x/1)" in asked.partition(written)[2]
+    assert ("issue create" in asked) != ("issue comment" in asked)
 
 
 def test_ci_runs_targets_of_the_makefile_and_nothing_else():

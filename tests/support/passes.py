@@ -1,6 +1,7 @@
 """Watches the passes that a model makes: which tokens, with or without graph, forward and backward."""
 
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,14 @@ def unique_ids(rows: list[list[int]]) -> list[list[int]]:
     """Rows that share the same prefixes, with an id of its own for every tree token."""
     tree = build_tree(rows)
     return [tree.path(k).tolist() for k in range(len(rows))]
+
+
+def unnoticed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook as one of PyTorch's own: users' hooks see a graph in passes that have none (`kept_activations.py`)."""
+    function = getattr(hook, "__func__", hook)
+    there = {**function.__globals__, "__name__": "torch"}
+    made = types.FunctionType(function.__code__, there, function.__name__, function.__defaults__, function.__closure__)
+    return types.MethodType(made, hook.__self__) if hasattr(hook, "__self__") else made
 
 
 @dataclass
@@ -42,7 +51,7 @@ def watched(model: nn.Module) -> Iterator[Passes]:
         if out.requires_grad:
             out.register_hook(lambda _grad: seen.backward.append(ids))
 
-    handle = model.get_input_embeddings().register_forward_hook(hook)  # type: ignore[operator]
+    handle = model.get_input_embeddings().register_forward_hook(unnoticed(hook))  # type: ignore[operator]
     try:
         with mock.patch.object(first_use, "compare_first_use", lambda engine, tree: None):
             yield seen

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from support.passes import unique_ids
+from support.passes import unique_ids, unnoticed
 
 TRUNK = list(range(10))
 IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23, 24], [*TRUNK, 25, 26], [*TRUNK[:4], 27, 28, 29], [30, 31, 32]])
@@ -69,8 +69,8 @@ class Shortage:
         model: Any = self.model
         # In the middle: the first layer has run, or has not yet gone backward.
         self._handles = [
-            model.get_input_embeddings().register_forward_hook(self._begin),
-            model.model.layers[0].register_forward_hook(self._in_the_middle),
+            model.get_input_embeddings().register_forward_hook(unnoticed(self._begin)),
+            model.model.layers[0].register_forward_hook(unnoticed(self._in_the_middle)),
         ]
         return self
 

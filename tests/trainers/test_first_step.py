@@ -34,6 +34,7 @@ from treetrain.models.meters import CountStorages
 from treetrain.trainers import first_step
 from treetrain.trainers.batches import rows_of
 from treetrain.trainers.first_step import small_batch, tokens_within
+from treetrain.trainers.outputs import FusedOutput, LossOutput, Question
 
 NAMES = [name for name, _ in runs.model().named_parameters()]
 KINDS = [name for name in NAMES if "layers.1." in name or "layers" not in name]
@@ -71,7 +72,8 @@ def check(model: nn.Module, folder: Any, batch: dict[str, Any], budget: int | No
     trainer = tt.share_prefixes(plain_trainer(model, folder), budget, check=how)
     sharing: Any = trainer.prefix_sharing  # type: ignore[attr-defined]
     forward: Any = model.forward
-    sharing._check_first_step(forward, forward.head, sharing._rows_of(batch), batch, sharing.output_kind)
+    question = Question(forward, sharing.output, batch, sharing.output.rows(batch, model))
+    sharing._check_first_step(question, sharing._engine_for(model, sharing.output), balanced=False)
     assert not sharing.check
     return trainer
 
@@ -457,8 +459,33 @@ def test_tokens_of_the_plain_side_follow_the_budget():
     model = runs.model(hidden_size=64, max_position_embeddings=4096)
     ids = np.arange(2000) % 40
     batch = {"input_ids": torch.from_numpy(ids[None]), "labels": torch.from_numpy(ids[None])}
-    within = [tokens_within(tt.TreeEngine(model, budget=b), rows_of(batch), "loss") for b in (100, 1000)]
+    within = [tokens_within(tt.TreeEngine(model, budget=b), rows_of(batch), LossOutput()) for b in (100, 1000)]
     assert first_step.LEAST_TOKENS < within[0] < within[1] < 2000
+
+
+def test_a_tenth_of_the_time_of_a_step_is_compared_but_no_less_than_two_windows():
+    rows = rows_of({"input_ids": torch.arange(8000)[None].remainder(7), "attention_mask": torch.ones(1, 8000)})
+    found = []
+    for settings in (
+        {},
+        {"sliding_window": 8, "use_sliding_window": True},
+        {"sliding_window": 90, "use_sliding_window": True},
+    ):
+        windows = {"layer_types": ["sliding_attention", "full_attention"], **settings} if settings else {}
+        model = runs.model(max_position_embeddings=8192, **windows)
+        found.append(first_step.tokens_in_time(tt.TreeEngine(model), rows))
+    assert found == [200, 200, 2 * first_step.ROWS * 90]
+    few = rows_of({"input_ids": torch.arange(80)[None].remainder(7), "attention_mask": torch.ones(1, 80)})
+    assert first_step.tokens_in_time(tt.TreeEngine(runs.model()), few) == first_step.LEAST_TOKENS
+
+
+def test_the_rows_of_a_long_step_are_cut_to_what_is_compared_in_time(tmp_path):
+    trunk = list(range(2, 40)) * 40
+    batch = batch_of([[*trunk, *own] for own in ([5, 6, 7] * 200, [8, 9] * 300, [3] * 600)], "right")
+    model = runs.model(max_position_embeddings=4096)
+    question = Question(model, LossOutput(), batch, rows_of(batch))
+    small = first_step._small_sample(question, range(3), tt.TreeEngine(model))
+    assert small.batch["input_ids"].shape == (3, (len(trunk) + 3 * 600) // first_step.STEP_SHARE // 3)
 
 
 def uncountable(model: nn.Module) -> Any:
@@ -472,10 +499,10 @@ def test_quadratic_attention_and_a_model_that_cannot_be_counted_get_fewer_tokens
     for attention in ("sdpa", "eager"):
         model = runs.model(max_position_embeddings=4096)
         model.set_attn_implementation(attention)
-        within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), "fused")
+        within[attention] = tokens_within(tt.TreeEngine(model), rows_of(batch), FusedOutput())
     assert first_step.LEAST_TOKENS < within["eager"] < within["sdpa"] / 2
     monkeypatch.setattr("treetrain.registry.cost_of", uncountable)
-    assert tokens_within(tt.TreeEngine(model), rows_of(batch), "fused") == first_step.UNCOUNTED_TOKENS
+    assert tokens_within(tt.TreeEngine(model), rows_of(batch), FusedOutput()) == first_step.UNCOUNTED_TOKENS
 
 
 # ---- ranks

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import trainer_runs as runs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainer_runs import difference, train
+from transformers import PreTrainedTokenizerFast
 
 import treetrain as tt
 
@@ -25,17 +27,30 @@ def build_gmpo(settings: dict[str, Any], dtype: torch.dtype, folder: Path) -> An
     return runs._online(*experimental("GMPO"), settings, runs.model(dtype=dtype), folder, False)
 
 
-def build_gkd(settings: dict[str, Any], dtype: torch.dtype, folder: Path) -> Any:
-    trainer, config = experimental("GKD")
-    words = runs.tokenizer()
-    words.chat_template = runs.CHAT_TEMPLATE
-    return trainer(
-        runs.model(dtype=dtype),
-        teacher_model=runs.model(seed=1, dtype=dtype),
-        args=config(**{"max_length": 128, "lmbda": 0.0, **settings}),
-        train_dataset=runs.chats(32),
-        processing_class=words,
-    )
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte: GOLD takes byte-level tokenizers alone."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: number for number, name in enumerate([*letters, "<eos>", "<pad>"])}
+    words = Tokenizer(models.BPE(vocabulary, []))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words.add_special_tokens(["<eos>", "<pad>"])
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+
+
+def build_distillation(name: str) -> Any:
+    def build(settings: dict[str, Any], dtype: torch.dtype, folder: Path) -> Any:
+        trainer, config = experimental(name)
+        words = bytes_tokenizer() if name == "GOLD" else runs.tokenizer()
+        words.chat_template = runs.CHAT_TEMPLATE
+        return trainer(
+            runs.model(dtype=dtype, vocab_size=300),
+            teacher_model=runs.model(seed=1, dtype=dtype, vocab_size=300),
+            args=config(**{"max_length": 256, "lmbda": 0.0, **settings}),
+            train_dataset=runs.chats(32),
+            processing_class=words,
+        )
+
+    return build
 
 
 def build_preference(name: str) -> Any:
@@ -61,11 +76,13 @@ def test_a_trainer_that_scores_by_the_fused_head_learns_the_same(tmp_path):
     assert any("tree/overlap" in logs for logs in shared.logs)
 
 
-def test_a_trainer_that_has_the_fused_head_and_reads_logits_learns_the_same_and_is_told(tmp_path):
+@pytest.mark.parametrize("name", ["GKD", "GOLD"])
+def test_a_trainer_that_has_the_fused_head_and_reads_logits_learns_the_same_and_is_told(name, tmp_path):
+    build = build_distillation(name)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        shared = train(build_gkd, tmp_path, shared=True, steps=3)
-    found = difference(shared, train(build_gkd, tmp_path, shared=False, steps=3))
+        shared = train(build, tmp_path, shared=True, steps=3)
+    found = difference(shared, train(build, tmp_path, shared=False, steps=3))
     assert max(found.metrics, found.weights) <= 1e-5, found
     assert any("asked for logits, which no tree gives" in str(each.message) for each in told)
 

@@ -18,7 +18,7 @@ from trainer_runs import BUILDERS, adapter, difference, make_scores_wrong, train
 from transformers import Trainer, TrainingArguments
 
 import treetrain as tt
-from treetrain.trainers import share_prefixes as module
+from treetrain.trainers import outputs as module
 from treetrain.trainers.first_step import rows_to_compare
 
 

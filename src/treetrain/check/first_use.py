@@ -310,8 +310,9 @@ def _run_plain(engine: EngineModel, rows: list[list[int]], *, live: bool) -> lis
     if scalar is not None and scalar.pooled:
         kinds[-1] = [torch.cat(kinds[-1])]
     scores = [x for kind in kinds for x in kind if x.numel()]
-    if live:
-        torch.autograd.backward([(x * w).sum() for x, w in zip(scores, _weights(scores))])
+    if live:  # a row may hold nothing that is trained, such as a soft token
+        trained = [(x * w).sum() for x, w in zip(scores, _weights(scores)) if x.requires_grad]
+        torch.autograd.backward(trained)
     return [x.detach() for x in scores]
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
-from treetrain.core.attention.kv_cache import KVCacheView
+from treetrain.core.attention.kv_cache import KVCacheView, TreeAttention
 from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.core.device_arrays import on_device, to_device
 from treetrain.core.tree.layout import ranges
@@ -141,7 +141,7 @@ class _Exported(torch.autograd.Function):
         return keys.to(grad_key.dtype), values.to(grad_value.dtype), None, None
 
 
-class FlexTreeAttention:
+class FlexTreeAttention(TreeAttention):
     """Tree attention for one forest without a path above it, used by every layer of a run.
 
     Args:
@@ -168,16 +168,7 @@ class FlexTreeAttention:
         size = max(query.shape[2], value.shape[2])
         return spec == PLAIN_ATTENTION and query.dtype in DTYPES and size <= LARGEST_HEAD
 
-    def __call__(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        scale: float,
-        layer: Hashable = 0,
-        spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, " H"] | None = None,
-    ) -> Float[Tensor, "N H V"]:
+    def __call__(self, query, key, value, scale, layer=0, spec=PLAIN_ATTENTION, sinks=None) -> Tensor:
         assert spec == PLAIN_ATTENTION and sinks is None
         if self.cache is not None and self.cache.exports:
             self.cache.gradient_input(layer, query, key, value)  # it notes whether rows of the cache need gradients

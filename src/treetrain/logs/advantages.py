@@ -7,7 +7,7 @@ from jaxtyping import Float64
 
 from treetrain.core.errors import DataError, expect
 from treetrain.core.tree.trajectory import Trajectory
-from treetrain.logs.columns import columns_of
+from treetrain.logs.columns import RowColumns
 
 
 def group_advantages(
@@ -47,12 +47,12 @@ def group_advantages(
 def advantages_of_groups(
     rows: Sequence[Trajectory], *, divide_by_std: bool = True, eps: float = 1e-4, leave_one_out: bool = False
 ) -> Float64[np.ndarray, " K"]:
-    """The advantage of every row, computed from `columns_of(rows)`; see `group_advantages`."""
+    """The advantage of every row, computed from `RowColumns(rows)`; see `group_advantages`."""
     if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < np.inf:
         raise ValueError(f"group_advantages: eps is {eps!r}; give a finite number from 0")
     if not rows:
         return np.zeros(0)
-    columns = columns_of(rows)
+    columns = RowColumns(rows)
     for fact, lacking in (("reward", np.isnan(columns.reward)), ("group", columns.group < 0)):
         if lacking.any():
             row = _name(rows, int(lacking.argmax()))

@@ -3,11 +3,10 @@
 Sorted rows and the tokens shared by neighbours define the prefix tree.
 """
 
-import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,53 +21,66 @@ TOKENS_AT_ONCE = 1 << 22
 """Tokens compared at once, summed over rows; at least one per row."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowColumns:
-    """Facts of K rows."""
+    """Facts of K rows as arrays, each made when it is first asked for.
 
-    tokens: Int64s
-    """int64 [K]: length of each row."""
-    trained: Bools
-    """[K]: whether any token has a loss weight."""
-    rejected: Bools
-    """[K]: whether `chosen` is False."""
-    reward: NDArray[np.float64]
-    """[K]: NaN for rows without a reward."""
-    given: dict[str, Bools]
-    """For each name in `trajectory.GIVEN`, [K]: whether the row has it."""
-    group: Int64s
-    """int64 [K]: equal numbers for equal groups, in the order of their first rows; -1 for none."""
-    pair: Int64s
-    """As `group`."""
-    episode: Int64s
-    """As `group`."""
-    key: Int64s
-    """As `group`."""
+    Raises:
+        DataError: rows that are no trajectories.
+    """
 
+    def __init__(self, rows: Sequence[Trajectory]) -> None:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Trajectory):
+                raise DataError(
+                    f"row {number} is a {type(row).__name__}, not a Trajectory: make one of every row, "
+                    "tt.Trajectory(ids, reward=..., group=...), or read a file with tt.load(path).trajectories"
+                )
+        self._rows = rows
 
-def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
-    """The facts of rows as arrays. Raises DataError for rows that are no trajectories."""
-    for number, row in enumerate(rows):
-        if not isinstance(row, Trajectory):
-            raise DataError(
-                f"row {number} is a {type(row).__name__}, not a Trajectory: make one of every row, "
-                "tt.Trajectory(ids, reward=..., group=...), or read a file with tt.load(path).trajectories"
-            )
+    @cached_property
+    def tokens(self) -> Int64s:
+        """int64 [K]: length of each row."""
+        return np.fromiter(map(len, self._rows), np.int64, len(self._rows))
 
-    def array(values: Iterable[object], dtype: type) -> NDArray:
-        return np.fromiter(values, dtype, len(rows))  # type: ignore[arg-type]
+    @cached_property
+    def trained(self) -> Bools:
+        """[K]: whether any token has a loss weight."""
+        return np.array([row.weights.any() for row in self._rows], np.bool_)
 
-    return RowColumns(
-        tokens=array(map(len, rows), np.int64),
-        trained=array((row.weights.any() for row in rows), np.bool_),
-        rejected=array((row.chosen is False for row in rows), np.bool_),
-        reward=array((np.nan if row.reward is None else row.reward for row in rows), np.float64),
-        given={name: array((getattr(row, name) is not None for row in rows), np.bool_) for name in GIVEN},
-        group=codes_of(row.group for row in rows),
-        pair=codes_of(row.pair for row in rows),
-        episode=codes_of(row.episode for row in rows),
-        key=codes_of(row.key for row in rows),
-    )
+    @cached_property
+    def rejected(self) -> Bools:
+        """[K]: whether `chosen` is False."""
+        return np.array([row.chosen is False for row in self._rows], np.bool_)
+
+    @cached_property
+    def reward(self) -> NDArray[np.float64]:
+        """[K]: NaN for rows without a reward."""
+        return np.array([np.nan if row.reward is None else row.reward for row in self._rows], np.float64)
+
+    @cached_property
+    def given(self) -> dict[str, Bools]:
+        """For each name in `trajectory.GIVEN`, [K]: whether the row has it."""
+        return {name: np.array([getattr(row, name) is not None for row in self._rows], np.bool_) for name in GIVEN}
+
+    @cached_property
+    def group(self) -> Int64s:
+        """int64 [K]: equal numbers for equal groups, in the order of their first rows; -1 for none."""
+        return codes_of(row.group for row in self._rows)
+
+    @cached_property
+    def pair(self) -> Int64s:
+        """As `group`."""
+        return codes_of(row.pair for row in self._rows)
+
+    @cached_property
+    def episode(self) -> Int64s:
+        """As `group`."""
+        return codes_of(row.episode for row in self._rows)
+
+    @cached_property
+    def key(self) -> Int64s:
+        """As `group`."""
+        return codes_of(row.key for row in self._rows)
 
 
 def codes_of(labels: Iterable[Hashable]) -> Int64s:
@@ -77,27 +89,21 @@ def codes_of(labels: Iterable[Hashable]) -> Int64s:
     return np.array([-1 if label is None else known.setdefault(label, len(known)) for label in labels], np.int64)
 
 
-class PrefixOrder(NamedTuple):
-    """Non-empty rows without a group, sorted by their tokens; rows of different `key` share nothing."""
-
-    rows: Int64s
-    """int64 [R]: row numbers."""
-    shared: Int64s
-    """int64 [R]: leading tokens that each row shares with the row before it; 0 for the first."""
-
-
-def prefix_order(rows: Sequence[Trajectory]) -> PrefixOrder:
-    """Sort the non-empty rows without a group.
+def prefix_order(rows: Sequence[Trajectory], columns: RowColumns) -> tuple[Int64s, Int64s]:
+    """Sort the non-empty rows without a group by their tokens; rows of different `key` share nothing.
 
     Rows are compared block by block, and the next block only for rows that are equal so far.
+
+    Returns:
+        int64 [R]: row numbers, and int64 [R]: leading tokens that each row shares with the row before it; 0 for the
+        first.
     """
-    columns = columns_of(rows)
     loose = np.flatnonzero((columns.group < 0) & (columns.tokens > 0))
     found: list[tuple[int, int]] = []
     for key in np.unique(columns.key[loose]):
         found += sorted_by_prefix(loose[columns.key[loose] == key].tolist(), lambda number: rows[number].ids)
-    numbers, shared = zip(*found) if found else ((), ())
-    return PrefixOrder(np.array(numbers, np.int64), np.array(shared, np.int64))
+    numbers, shared = np.array(found, np.int64).reshape(-1, 2).T
+    return numbers, shared
 
 
 def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[np.integer]]) -> Iterator[tuple[int, int]]:

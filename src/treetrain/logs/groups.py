@@ -14,7 +14,7 @@ from jaxtyping import Int64
 
 from treetrain.core.errors import DataError
 from treetrain.core.tree.trajectory import Trajectory
-from treetrain.logs.columns import Int64s, codes_of, columns_of, prefix_order, sorted_by_prefix
+from treetrain.logs.columns import Int64s, RowColumns, codes_of, prefix_order, sorted_by_prefix
 
 RowNumbers = Int64[np.ndarray, " _"]
 TOKENS_PER_STEP = 32_768
@@ -30,14 +30,15 @@ def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | No
         trajectories: the rows, in memory or not.
         tokens_per_step: trees of rows without a group are cut down to this many flat tokens; None: never.
     """
-    columns = columns_of(trajectories)
+    columns = RowColumns(trajectories)
     labels = columns.group.copy()
     loose = np.flatnonzero(labels < 0)
     if len(loose):
-        order, own = prefix_order(trajectories), np.zeros(len(labels), np.int64)  # rows without tokens stay at 0
-        length = columns.tokens[order.rows]
-        for number, (low, high) in enumerate(cut_trees(order.shared, length, length, tokens_per_step), start=1):
-            own[order.rows[low:high]] = number
+        order, shared = prefix_order(trajectories, columns)
+        own = np.zeros(len(labels), np.int64)  # rows without tokens stay at 0
+        length = columns.tokens[order]
+        for number, (low, high) in enumerate(cut_trees(shared, length, length, tokens_per_step), start=1):
+            own[order[low:high]] = number
         # Calls of one conversation belong together, though their prompts may differ early.
         labels[loose] = _joined(own[loose], columns.episode[loose]) + labels.max() + 1
     return _by_label(_joined(labels, columns.pair))

@@ -385,6 +385,7 @@ class _Reading:
 
     def _made(self, records: Records) -> Iterator[Trajectory]:
         """The trajectories of records; many conversations are rendered and tokenised together."""
+        made = self._tokenised if self.kind.tokens else self._rendered
         pending: list[_Found] = []
         size = 0
         for self.records, (place, record) in enumerate(records, 1):
@@ -399,9 +400,9 @@ class _Reading:
             pending.append(found)
             size += len(found)
             if size > READ_TOGETHER or isinstance(rows, DataError) or self.notes.apart:
-                yield from self._rendered(pending)
+                yield from made(pending)
                 pending, size = [], 0
-        yield from self._rendered(pending)
+        yield from made(pending)
 
     def _rendered(self, pending: list[_Found]) -> Iterator[Trajectory]:
         """The trajectories of records, whose conversations are rendered while their rows are made."""
@@ -421,10 +422,16 @@ class _Reading:
         size = 0
         for found in pending:
             if not isinstance(found.rows, DataError):
-                self._resume(found)
+                self.notes.place, self.notes.record = found.place, found.remarks
+                following = iter(next(texts))
                 try:
-                    found.rows = list(self._with_texts(found.rows, iter(next(texts))))
-                    self.made += len(found.rows)
+                    found.rows = [
+                        made
+                        for row in found.rows
+                        for made in (
+                            self.chat.rows(row, following, self.notes) if isinstance(row, Conversation) else [row]
+                        )
+                    ]
                 except DataError as error:
                     found.rows = error
                 except RecursionError:
@@ -436,29 +443,22 @@ class _Reading:
                 ready, size = [], 0
         yield from self._tokenised(ready)
 
-    def _with_texts(
-        self, rows: Iterable[Trajectory | ChatRow | Conversation], texts: Iterator[str | DataError]
-    ) -> Iterator[Trajectory | ChatRow]:
-        for row in rows:
-            yield from self.chat.rows(row, texts, self.notes) if isinstance(row, Conversation) else [row]
-
-    def _resume(self, found: _Found) -> None:
-        """Let remarks be those on this record again."""
-        self.notes.place, self.notes.record = found.place, found.remarks
-
     def _tokenised(self, pending: list[_Found]) -> Iterator[Trajectory]:
         """The trajectories of rows; errors are raised or listed in the order of the records."""
         rows = (row for found in pending if not isinstance(found.rows, DataError) for row in found.rows)
         if texts := [row for row in rows if isinstance(row, ChatRow)]:
             self.chat.renderer.encode_ahead(texts)
         for found in pending:
-            self._resume(found)
+            self.notes.place, self.notes.record = found.place, found.remarks
             try:
                 if isinstance(found.rows, DataError):
                     raise found.rows
-                made = [self._trajectory(row) for row in found.rows]
-                for trajectory in made:
-                    self._check(trajectory)
+                self.made += len(found.rows)
+                made: list[Trajectory] = []
+                for row in found.rows:
+                    assert not isinstance(row, Conversation)  # it has been rendered
+                    made.append(self.chat.renderer.tokenised(row, self.notes) if isinstance(row, ChatRow) else row)
+                    self._check(made[-1])
             except DataError as error:
                 message = str(error) if found.place in str(error) else f"{found.place}: {error}"
                 if self.on_error == "stop":
@@ -469,9 +469,6 @@ class _Reading:
                     masks = [f"what is trained: {found.masks}"] if found.masks else []
                     self.hear(tuple(dict.fromkeys([*(found.remarks or ()), *masks])))
                 yield from made
-
-    def _trajectory(self, row: Trajectory | ChatRow) -> Trajectory:
-        return self.chat.renderer.tokenised(row, self.notes) if isinstance(row, ChatRow) else row
 
     def _check(self, row: Trajectory) -> None:
         if self.vocab_size is not None and len(row) and row.ids.max() >= self.vocab_size:

@@ -146,36 +146,12 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {quoted(message)}, expected an object with `role` and `content`")
     message = unwrapped(message)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in (*ROLES, *ROLE_ALIASES):
-        known = ", ".join((*ROLES, *ROLE_ALIASES))
-        raise DataError(f"{where} has the unknown role {quoted(role)} (known: {known}); rename it or take the row out")
-    if role in ROLE_ALIASES:
-        notes.add(f"role {role!r} is read as {ROLE_ALIASES[role]!r}", where)
-    cleaned = {name: value for name, value in message.items() if value is not None and name not in IGNORED_KEYS}
-    if str(first_of(message, *FINISH_KEYS)).lower() in CUT:
-        cleaned["cut"] = True
-    if role == "tool-call":  # the harness wrote it
-        cleaned["weight"] = 0
-    cleaned["role"] = role = ROLE_ALIASES.get(role, role)
-    if "train_detail" in cleaned:
-        raise DataError(
-            f"{where} has `train_detail`, parts of a message that are trained, which is not read; take token rows"
-        )
-    if "loss_weight" in cleaned:
-        cleaned["weight"] = cleaned.pop("loss_weight") if "weight" not in cleaned else cleaned["weight"]
-    content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")
-    if message.keys().isdisjoint((*CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call")):
-        known = (*MESSAGE_KEYS, *FINISH_KEYS, "id", "type", "model")  # a table drops a `content` that is null
-        if others := [name for name in message if name not in known and isinstance(message[name], str | list)]:
-            raise DataError(f"{where} has no `content`, but {', '.join(map(quoted, others))}; name the text `content`")
-    if not isinstance(content, str | list):
-        raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of parts")
+    cleaned = _with_weight(message, where, notes)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     results = 0
-    for number, part in enumerate([content] if isinstance(content, str) else content):
+    for number, part in enumerate(_content(message, where)):
         here = f"{where}: content part {number}"
         part = _typed(part)
         kind = _kind_of(part)
@@ -201,12 +177,37 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
         cleaned["reasoning_content"] = reasoning
     if not isinstance(cleaned.get("reasoning_content", ""), str):
         raise DataError(f"{where} has the reasoning {quoted(cleaned['reasoning_content'])}, expected text")
-    given = message.get("tool_calls") or [{"function": one} for one in [message.get("function_call")] if one]
-    if not isinstance(given, list):
-        raise DataError(f"{where}: `tool_calls` is {quoted(given)}, expected a list")
-    names = [look_up(call, "id") for call in given]  # LangChain lists Anthropic's calls in both places
-    if calls := [*given, *(call for call in calls if call["id"] is None or call["id"] not in names)]:
+    function = message.get("function_call")  # the form before `tool_calls`
+    beside = message.get("tool_calls") or ([{"function": function}] if function else [])
+    if not isinstance(beside, list):
+        raise DataError(f"{where}: `tool_calls` is {quoted(beside)}, expected a list")
+    names = [look_up(call, "id") for call in beside]  # LangChain lists Anthropic's calls in both places
+    if calls := [*beside, *(call for call in calls if call["id"] is None or call["id"] not in names)]:
         cleaned["tool_calls"] = [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls)]
+    if texts or not results or calls:
+        yield _said_once(cleaned | {"content": "".join(texts)}, where, notes)
+
+
+def _with_weight(message: Record, where: str, notes: Notes) -> Message:
+    """The message without what is said in it: its role as templates know it, and its weight in the loss."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in (*ROLES, *ROLE_ALIASES):
+        known = ", ".join((*ROLES, *ROLE_ALIASES))
+        raise DataError(f"{where} has the unknown role {quoted(role)} (known: {known}); rename it or take the row out")
+    if role in ROLE_ALIASES:
+        notes.add(f"role {role!r} is read as {ROLE_ALIASES[role]!r}", where)
+    cleaned = {name: value for name, value in message.items() if value is not None and name not in IGNORED_KEYS}
+    if str(first_of(message, *FINISH_KEYS)).lower() in CUT:
+        cleaned["cut"] = True
+    if role == "tool-call":  # the harness wrote it
+        cleaned["weight"] = 0
+    cleaned["role"] = ROLE_ALIASES.get(role, role)
+    if "train_detail" in cleaned:
+        raise DataError(
+            f"{where} has `train_detail`, parts of a message that are trained, which is not read; take token rows"
+        )
+    if "loss_weight" in cleaned and "weight" not in cleaned:
+        cleaned["weight"] = cleaned.pop("loss_weight")
     for name in ("weight", "advantage", "reward"):
         if name in cleaned and not is_number(cleaned[name]):
             cure = " (0 leaves the message out)" if name == "weight" else ""
@@ -215,11 +216,22 @@ def _clean(message: Json, where: str, notes: Notes, place_image: PlaceImage | No
         trained = cleaned.pop(name)
         if not isinstance(trained, bool) and trained not in (0, 1):
             raise DataError(f"{where}: `{name}` is {quoted(trained)}, expected true or false, or 1 or 0")
-        if trained and role != "assistant":
-            notes.add(f"a {role} message is marked to be trained; only assistant messages are", where)
+        if trained and cleaned["role"] != "assistant":
+            notes.add(f"a {cleaned['role']} message is marked to be trained; only assistant messages are", where)
         cleaned["weight"] = cleaned.get("weight", 1.0) * trained
-    if texts or not results or calls:
-        yield _said_once(cleaned | {"content": "".join(texts)}, where, notes)
+    return cleaned
+
+
+def _content(message: Record, where: str) -> list[Json]:
+    """What a message says, as a list of parts; a text is one part."""
+    content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")
+    if message.keys().isdisjoint((*CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call")):
+        known = (*MESSAGE_KEYS, *FINISH_KEYS, "id", "type", "model")  # a table drops a `content` that is null
+        if others := [name for name in message if name not in known and isinstance(message[name], str | list)]:
+            raise DataError(f"{where} has no `content`, but {', '.join(map(quoted, others))}; name the text `content`")
+    if not isinstance(content, str | list):
+        raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of parts")
+    return [content] if isinstance(content, str) else content
 
 
 def _said_once(message: Message, where: str, notes: Notes) -> Message:

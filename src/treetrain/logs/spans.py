@@ -155,6 +155,13 @@ def find_messages(
             "the chat template rewrites what the messages say, so answers cannot be told from its own text; "
             "pass another template, e.g. --chat-template chatml"
         )
+    if prompt is not None and not text.startswith(prompt) and places:
+        written, header = places[0].before, template.header
+        if not (header and prompt.endswith(header) and header in written[common_start(written, prompt) :]):
+            # What the answer begins with can only be told from a rendering with marks in all messages.
+            whole, last = find_messages(template, messages, tools, text), len(messages) - 1
+            dropped = {last: whole.dropped[last]} if last in whole.dropped else {}
+            return Found([span for span in whole.spans if span.message == last], dropped)
     found = {place.number for place in places}
     dropped: dict[int, set[str]] = {}
     for number, value in enumerate(marked.values):
@@ -435,5 +442,6 @@ def _keep(known: dict[Any, Any], key: object, value: object) -> None:
 
 
 def common_start(one: str, other: str) -> int:
+    """How many characters two texts begin with together."""
     codes = (np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) for text in (one, other))
     return common_prefix(*codes)

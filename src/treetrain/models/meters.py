@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from treetrain.core.attention.schedule import AttentionSpec
+from treetrain.core.attention.kv_cache import AttentionCall
+from treetrain.core.attention.schedule import PLAIN_ATTENTION
 from treetrain.core.planning.cost import WIDE
 from treetrain.core.tree.layout import AttentionRange, PackedLayout
 from treetrain.layers.recurrence.paths import Paths, Rule
@@ -121,7 +122,7 @@ class Meter(CountStorages):
         return False
 
 
-class CountedAttention:
+class CountedAttention(AttentionCall):
     """Stands in for tree attention: records its calls, computes nothing, and holds as much memory."""
 
     name = "counted"
@@ -129,16 +130,7 @@ class CountedAttention:
     def __init__(self, meter: Meter):
         self._meter = meter
 
-    def __call__(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        scale: float,
-        layer: int,
-        spec: AttentionSpec,
-        sinks: Float[Tensor, " H"] | None,
-    ) -> Float[Tensor, "N H V"]:
+    def __call__(self, query, key, value, scale, layer=0, spec=PLAIN_ATTENTION, sinks=None) -> Tensor:
         if torch.is_autocast_enabled("cpu"):  # as tree attention casts
             query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
         tokens, heads, size = query.shape

@@ -32,13 +32,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import ModelOutput
 
-from treetrain.core.attention.schedule import AttentionSpec
+from treetrain.core.attention.kv_cache import AttentionCall
+from treetrain.core.attention.schedule import PLAIN_ATTENTION
 from treetrain.core.engine.extension import Extension, LayoutArrays, ModelPass
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.head.lm_head import Scores, Statistics
 from treetrain.core.hf.capability import Capabilities, causal_lm
-from treetrain.core.hf.tree_mode import AttentionBackend, instance_of
+from treetrain.core.hf.tree_mode import instance_of
 from treetrain.core.tree.layout import PackedLayout
 
 
@@ -197,26 +198,17 @@ class ContextParallel(Extension):
         return scores if share is None else share.whole(scores)
 
 
-class HeadExchange:
+class HeadExchange(AttentionCall):
     """Tree attention over tokens divided among ranks; the caller passes its share of them with all heads.
 
     Args:
         attention: the backend of the whole forest, for this rank's share of the heads.
     """
 
-    def __init__(self, attention: AttentionBackend, share: Share):
+    def __init__(self, attention: AttentionCall, share: Share):
         self._attention, self._share = attention, share
 
-    def __call__(
-        self,
-        query: Float[Tensor, "n H D"],
-        key: Float[Tensor, "n G D"],
-        value: Float[Tensor, "n G V"],
-        scale: float,
-        layer: int,
-        spec: AttentionSpec,
-        sinks: Float[Tensor, " H"] | None,
-    ) -> Float[Tensor, "n H V"]:
+    def __call__(self, query, key, value, scale, layer=0, spec=PLAIN_ATTENTION, sinks=None) -> Tensor:
         """Attention of the share's tokens."""
         share, heads = self._share, query.shape[1]
         if heads % share.ranks.size:

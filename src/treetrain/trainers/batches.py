@@ -1,7 +1,7 @@
 """Trainers' batches, padded [B, L] or packed, and the rows of their own length in them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,6 @@ IGNORED = -100
 """The label of tokens that are not predicted."""
 TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 """Keyword arguments by which TRL's `AsyncGRPOTrainer` describes a packed tree to its model."""
-
-
-OutputKind = Literal["fused", "loss", "rewards", "tokens"]
-"""What a trainer reads of its model's output: log-probabilities of TRL's fused head, a loss, rewards, or the
-log-probabilities of `treetrain.token_logprobs`."""
-
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keyword arguments by which processors say which tokens are of an image; 0 is text."""
 
@@ -214,7 +208,9 @@ class Rows(NamedTuple):
     """The id that stands for images."""
 
     def batch(self, rows: Sequence[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
-        """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted."""
+        """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted; or rewards, one below another."""
+        if self.ids and not self.places:
+            return torch.stack(list(rows))
         if [len(row) for row in rows] != [len(places) for places in self.places]:
             raise DataError("the scores are those of other rows than the batch has")
         return _placed(rows, self.places, self.wanted.shape).to(self.wanted.device)

@@ -1,34 +1,33 @@
 """The check in the first training step: a few rows through the plain model and through the tree.
 
+It is `sample` (choose rows), `run` (both sides) and `judge`, in this order.
+
 Both sides get one small batch, made from the trainer's own. So the plain side runs as it would in the trainer: with its
-padding, its positions and its loss. The check must not be what runs out of memory. Rows are cut so that the plain
-forward and backward need no more than the step itself will. Plain gradients are sketched and freed as they come
-(`check/sketch.py`), and the tree's are those of a step.
+padding, its positions and its loss. The check must not be what runs out of memory, nor take long. Rows are cut so that
+the plain forward and backward need no more memory than the step itself will, and a tenth of its time. Plain gradients
+are sketched and freed as they come (`check/sketch.py`), and the tree's are those of a step.
 """
 
 import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
-from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers.modeling_outputs import CausalLMOutput
 
 from treetrain.check.first_use import accept, advice
-from treetrain.check.row_scores import POSITIONS, scores_of_logits
 from treetrain.check.sketch import gradients_as_they_come, sketch_size, sketched
+from treetrain.core.engine.engine_model import Sharing
 from treetrain.core.engine.ranks import Ranks
-from treetrain.core.engine.score import Scored
 from treetrain.core.hf.capability import causal_lm, model_device
 from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.core.tree.trajectory import Trajectory, common_prefix
@@ -38,18 +37,11 @@ from treetrain.layers.images.encoders import image_encoder, joined_images, reads
 from treetrain.logs.columns import sorted_by_prefix
 from treetrain.models.work import linear_work
 from treetrain.parallel.process_group import compute_dtype
-from treetrain.trainers.batches import (
-    IGNORED,
-    TOKEN_TYPES,
-    TREE_INDEX,
-    ModelInputs,
-    OutputKind,
-    Rows,
-    Span,
-    rows_of,
-    tree_of,
-)
+from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, TREE_INDEX, ModelInputs, Rows, Span, rows_of, tree_of
+from treetrain.trainers.outputs import Answer, Compared, Output, Question, TokensOutput
+from treetrain.trainers.patches import OwnForward
 from treetrain.trainers.skipped_steps import not_finite
+from treetrain.trainers.step_scores import TreeScores
 
 logger = logging.getLogger(__name__)
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -63,32 +55,264 @@ KIND_SHARE = 0.01
 """A kind's difference is relative to its norm, or to this share of the norm of all gradients if that is larger."""
 ROWS = 3
 """How many rows are compared."""
+STEP_SHARE = 40
+"""Rows are cut to so many times fewer tokens than the tree of the call has: they run forward and backward twice in the
+plain model and twice as a tree."""
 PARTS = 8
 """The tree of the rows runs as one part, and again in parts of so many times fewer tokens."""
 LEAST_TOKENS, UNCOUNTED_TOKENS = 48, 512
 """At least so many tokens are compared, and at most so many of a model whose memory cannot be predicted."""
-TRL_TILE, TRL_TILE_BYTES = 32_768, 36
-"""The most tokens of the vocabulary in a tile of TRL's head, and bytes for each logit of a tile in its backward when
-plain torch operations compute it: the tile, eight copies in float32 and a mask (trl/kernels/chunked_logprob.py)."""
 WITHOUT = "train without share_prefixes"
 _BY_TOKEN = ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx", *TOKEN_TYPES)
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_TREES = (*TREE_INDEX, "tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels")
 
 
-class Answer(NamedTuple):
-    """The answer of a tree to the call, under one plan."""
+# ---- sample
 
-    scores: Tensor
-    """Log-probabilities [B, L - 1], or rewards."""
+
+@dataclass(frozen=True)
+class Sample:
+    """A few rows of a call as a batch, which both sides run."""
+
+    question: Question
+    """The call for these rows alone."""
+    engine: TreeEngine
+    """For the unwrapped model, so that other ranks take no part unless they hold shards of it."""
+    alone: bool
+    """Whether the plain model runs each row by itself, not the batch as the trainer gives it."""
+    ranks: Ranks
+    """Those that run every pass together, within their `together`."""
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained ones, by name."""
+        return {name: p for name, p in self.engine.model.named_parameters() if p.requires_grad}
+
+    @property
+    def batch(self) -> ModelInputs:
+        """The arguments of the call."""
+        return self.question.inputs
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the batch."""
+        return self.question.rows
+
+    @property
+    def device(self) -> torch.device:
+        """That of the batch."""
+        return self.batch["input_ids"].device
+
+    def plain(self, batch: ModelInputs) -> Compared:
+        """Run the plain model."""
+        return self.question.output.plain(self.question.forward.plain, batch)
+
+    @cached_property
+    def weights(self) -> Float[Tensor, " _"]:
+        """Random weights of all scores, the same on both sides: a sum by them has gradients to compare."""
+        count = self.rows.wanted.numel() if self.rows.places else len(self.rows.ids)
+        return torch.randn(count, generator=torch.Generator().manual_seed(0))
+
+    def engines(self) -> list[TreeEngine]:
+        """The engine with two budgets: one runs the tree of the batch as one part, the other in several.
+
+        Gradients between parts go through caches, which a tree of one part does not have.
+        """
+        tokens, engines = tree_of([self.rows]).num_tokens, []
+        for budget in (tokens, max(tokens // PARTS, 1)):
+            engine = copy(self.engine)
+            engine.prepared = copy(self.engine.prepared)
+            engine.prepared.budget = budget
+            engines.append(engine)
+        return engines
+
+    @property
+    def advice(self) -> str:
+        """Advice where shared prefixes are wrong."""
+        return advice(self.engine.model, WITHOUT)
+
+    def batches_alone(self) -> list[ModelInputs]:
+        """The call of each row by itself: without padding, its positions from 0.
+
+        Ranks that run passes together get equally many: those with fewer rows get their first row again. A collective
+        call of these ranks.
+        """
+        batches = []
+        shared = {name: value for name, value in self.batch.items() if name not in (*_BY_TOKEN, *_OF_PACKING)}
+        for row, start, stop in self.rows.spans:
+            of_row = {}
+            for name in ("input_ids", "attention_mask", "labels", *TOKEN_TYPES):
+                if isinstance(value := self.batch.get(name), Tensor):
+                    of_row[name] = value[row : row + 1, start:stop]
+            if "labels" in of_row:
+                of_row["labels"] = of_row["labels"].clone()
+                of_row["labels"][:, 0] = IGNORED
+            batches.append(with_images_of(shared | of_row, self.rows, [len(batches)]))
+        most = max(self.ranks.exchange(len(batches)))
+        return batches + batches[:1] * (most - len(batches))
+
+
+def sample(
+    question: Question, engine: TreeEngine, sharing: Sharing, *, alone: bool, balanced: bool
+) -> tuple[Sample | None, bool]:
+    """Choose rows of a call, and make a small batch of them. A collective call of the ranks.
+
+    Args:
+        engine: for the unwrapped model.
+        sharing: of the engine that the call trains.
+        alone: see `Sample`.
+        balanced: whether the routers' auxiliary loss is part of the loss.
+
+    Returns:
+        the sample, None on a rank without rows to compare; and whether any rank compares some: if not, a later call is
+        sampled.
+    """
+    if alone and balanced and question.output.has_loss:
+        raise ValueError(
+            "check='rows' runs the plain model on each row by itself, which a loss with the routers' auxiliary loss of "
+            "a whole batch does not allow: take True or False"
+        )
+    chosen = rows_to_compare(question.rows.ids, question.rows.masks, question.rows.spans)
+    predicts = bool(chosen)
+    if sharing.collective and not predicts:  # it can run the passes with ranks that predict something
+        question = _all_labelled(question, engine.model)
+        chosen = rows_to_compare(question.rows.ids, question.rows.masks, question.rows.spans)
+    all_predict, all_run = zip(*sharing.ranks.exchange((predicts, bool(chosen))))
+    compares = any(all_predict) and (all(all_run) or not sharing.collective)
+    if not compares or not chosen:
+        return None, compares
+    return _small_sample(question, chosen, engine, alone=alone, ranks=sharing.passes_with), True
+
+
+def _small_sample(
+    question: Question, chosen: Sequence[int], engine: TreeEngine, *, alone: bool = False, ranks: Ranks | None = None
+) -> Sample:
+    """A small batch of the chosen rows of a call; see `Sample` for the arguments."""
+    if question.rows.masks and question.rows.spans and question.inputs.get("labels") is None:
+        question = _all_labelled(question, engine.model)
+    tokens = tokens_within(engine, question.rows, question.output)
+    if not question.rows.images:  # rows with images are not cut
+        tokens = min(tokens, tokens_in_time(engine, question.rows))
+    batch = small_batch(question.inputs, question.rows, chosen, tokens)
+    accept(engine)  # compared here
+    small = question._replace(inputs=batch, rows=question.output.rows(batch, engine.model), shifted=False)
+    return Sample(small, engine, alone, ranks or Ranks())
+
+
+def _all_labelled(question: Question, model: nn.Module) -> Question:
+    """The call with a label for every token of its rows except their first ones."""
+    ids = question.inputs["input_ids"]
+    labels = torch.full_like(ids, IGNORED)
+    for row, start, stop in question.rows.spans:
+        labels[row, start + 1 : stop] = ids[row, start + 1 : stop]
+    inputs = question.inputs | {"labels": labels}
+    return question._replace(inputs=inputs, rows=question.output.rows(inputs, model))
+
+
+# ---- run
+
+
+class Run(NamedTuple):
+    """What one side computes for a sample."""
+
+    scores: Tensor | None
+    """Log-probabilities [B, L - 1], 0 where nothing is predicted, or rewards; None if the model gives none."""
     loss: Tensor | None
     """None if the trainer computes its own."""
     gradients: list[Tensor]
-    """A sketch for each parameter."""
+    """A sketch for each parameter: of the loss, or of a random sum of the scores."""
+    seconds: float | None = None
+    """Of forward and backward, if they were timed."""
+
+
+def run(sample: Sample, *, timed: bool = True) -> tuple[Run, list[Run]]:
+    """Run the plain model forward and backward, and a tree of the rows as one part, then in parts.
+
+    Args:
+        timed: run the plain model once more to measure it, as the first run also warms up.
+    """
+    plain = _run_plain(sample)
+    if timed:
+        start = time.perf_counter()
+        with gradients_as_they_come(list(sample.parameters.values())):
+            _forward_backward(sample)
+        if sample.device.type == "cuda":
+            torch.cuda.synchronize(sample.device)
+        plain = plain._replace(seconds=time.perf_counter() - start)
+    return plain, [_run_tree(sample, engine) for engine in sample.engines()]
+
+
+def _run_plain(sample: Sample) -> Run:
+    parameters = list(sample.parameters.values())
+    with sketched(parameters, sketch_size(parameters), streamed=True) as gradients:
+        scores, loss = _forward_backward(sample)
+    return Run(scores, loss, gradients)
+
+
+def _run_tree(sample: Sample, engine: TreeEngine) -> Run:
+    parameters, output = list(sample.parameters.values()), sample.question.output
+    with sketched(parameters, sketch_size(parameters)) as gradients:
+        tree = TreeScores(0, [sample.rows])
+        scored = tree.score(engine, output.score)
+        answer = Answer(sample.question, scored, slice(None), lambda value: value, engine.capabilities.auxiliary)
+        loss = output.answer(answer).loss if output.has_loss else None
+        _backward(sample, _objective(sample, answer.scores, loss))
+        with torch.autocast(sample.device.type, enabled=False):
+            scored.backward(sync=sample.engine.sharing.collective)
+    return Run(answer.scores.detach(), None if loss is None else loss.detach(), gradients)
+
+
+def _forward_backward(sample: Sample) -> tuple[Tensor | None, Tensor | None]:
+    """Run the plain model forward and backward on the batch, or on each row by itself; returns scores and loss."""
+    if sample.alone:
+        return _forward_backward_of_rows(sample)
+    scores, loss, _ = sample.plain(sample.batch)
+    objective = _objective(sample, scores, loss)
+    scores, loss = (None if x is None else x.detach() for x in (scores, loss))
+    _backward(sample, objective)
+    return scores, loss
+
+
+def _forward_backward_of_rows(sample: Sample) -> tuple[Tensor, Tensor | None]:
+    """The same for each row by itself."""
+    rows, all_scores, losses = sample.rows, [], []
+    for k, batch in enumerate(sample.batches_alone()):
+        scores, loss, objective = sample.plain(batch)  # a zero: other ranks may wait for this backward
+        if k < len(rows.ids):
+            assert scores is not None
+            all_scores.append(scores.detach().flatten())
+            if loss is None:
+                place = torch.from_numpy(rows.places[k]) if rows.places else torch.tensor([k])
+                objective = (scores.flatten() * sample.weights[place].to(scores)).sum()
+            else:
+                is_mean = batch.get("num_items_in_batch") is None  # over the row's own predictions
+                share = rows.masks[k].sum() / max(int(rows.wanted.sum()), 1) if is_mean else 1.0
+                objective = loss * share if share else objective
+                losses.append(objective.detach())
+        if objective.requires_grad:
+            _backward(sample, objective)
+    return rows.batch(all_scores), torch.stack(losses).sum() if losses else None
+
+
+def _objective(sample: Sample, scores: Tensor | None, loss: Tensor | None) -> Tensor:
+    """The loss, or a random sum of the scores."""
+    if loss is not None:
+        return loss
+    assert scores is not None
+    return (scores.flatten() * sample.weights.to(scores)).sum()
+
+
+def _backward(sample: Sample, objective: Tensor) -> None:
+    with torch.autocast(sample.device.type, enabled=False):
+        objective.backward()
+
+
+# ---- judge
 
 
 class Difference(NamedTuple):
-    """How far an answer is from the plain model, all relative."""
+    """How far a tree is from the plain model, all relative."""
 
     scores: float
     gradients: float
@@ -99,341 +323,113 @@ class Difference(NamedTuple):
     """The plain model's loss and the tree's; None if the trainer computes its own."""
 
 
-class Sample(NamedTuple):
-    """Some rows of a call, which are compared."""
-
-    call: ModelInputs
-    """The arguments of the trainer's call."""
-    rows: Rows
-    """All rows in it."""
-    chosen: Sequence[int]
-    """The numbers of those to compare."""
-
-
-def sample_of(call: ModelInputs, rows: Rows) -> Sample:
-    """Choose rows of a call; none if nothing is predicted in it."""
-    return Sample(call, rows, rows_to_compare(rows.ids, rows.masks, rows.spans))
-
-
-class FirstStep:
-    """Compares a few rows between the model's own forward and the tree: scores, gradients, and the loss if it is used.
-
-    The gradients are those of the loss, or of a random sum of the scores. First `run_plain`, then a tree of each of
-    `engines` answers `batch` within `tree_run`, then `judge`.
+def judge(
+    sample: Sample, plain: Run, trees: list[Run], *, repeatable: bool = True
+) -> tuple[dict[str, float], float | None]:
+    """Compare both sides.
 
     Args:
-        engine: for the unwrapped model, so that other ranks take no part unless they hold shards of it.
-        plain: the plain model's forward.
-        temperature: divides the logits before the softmax, for "tokens".
-        alone: compare with each row by itself, not with the batch as the trainer gives it.
-        ranks: those that run every pass together, within their `together`; None: this process runs its own.
+        repeatable: whether the plain model may be called again, to say which side is right if they differ; a
+            collective call of ranks that run passes together.
+
+    Returns:
+        the relative differences, to be logged, and the FLOP/s of the plain forward and backward (None if the model's
+        FLOPs cannot be counted, or the plain run was not timed).
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
     """
+    engine = sample.engine
+    # Adapters may be narrower than their base (QLoRA), and then they compute in their own dtype.
+    dtypes = {compute_dtype(engine.model, sample.device), *(p.dtype for p in sample.parameters.values())}
+    dtype = max(dtypes, key=lambda candidate: _limit(LIMITS, candidate))
+    tf32 = dtype is torch.float32 and sample.device.type == "cuda"
+    tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
+    limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
+    differences = [_difference(sample, tree, plain, dtype) for tree in trees]
+    why = _why(sample, plain, trees, differences, limit, repeatable=repeatable)
+    for difference, how in zip(differences, ("as one part", "in parts")):
+        rows = f"{len(sample.rows.ids)} rows {how}"
+        logger.info(_judged(difference, why, sample.advice, rows, dtype, limit, loss_limit))
+    logs = {
+        "tree/score_difference": max(difference.scores for difference in differences),
+        "tree/gradient_difference": max(difference.gradients for difference in differences),
+    }
+    if engine.prepared.cost is None or not plain.seconds:
+        return logs, None
+    counts = engine.prepared.cost.counts
+    return logs, counts.flops(*linear_work(tree_of([sample.rows]), counts.attention_ranges)) / plain.seconds
 
-    def __init__(
-        self,
-        engine: TreeEngine,
-        sample: Sample,
-        output_kind: OutputKind,
-        plain: Callable[..., Any],
-        *,
-        temperature: float = 1.0,
-        alone: bool = False,
-        ranks: Ranks | None = None,
-    ):
-        call, rows, chosen = sample
-        if output_kind == "tokens" and call.get("labels") is None:
-            call = all_labelled(call, rows)
-        self.batch = small_batch(call, rows, chosen, tokens_within(engine, rows, output_kind))
-        """The arguments of the tree's call."""
-        self._rows = rows_of(self.batch, rewards=output_kind == "rewards", model=engine.model)
-        self._plain, self._temperature, self._alone = plain, temperature, alone
-        self._ranks = ranks or Ranks()
-        self.device = self.batch["input_ids"].device
-        self._engine, self._output_kind, self._count = engine, output_kind, len(self._rows.ids)
-        self._names = {p: name for name, p in engine.model.named_parameters() if p.requires_grad}
-        self._parameters = list(self._names)
-        self._size = sketch_size(self._parameters)
-        self._seconds = 0.0
-        self._plain_scores: Tensor | None = None
-        self._plain_loss: Tensor | None = None
-        self._answers: list[Answer] = []
 
-    @property
-    def engines(self) -> list[TreeEngine]:
-        """The engine with two budgets: one runs the tree of the batch as one part, the other in several.
+def _difference(sample: Sample, tree: Run, plain: Run, dtype: torch.dtype) -> Difference:
+    worst, kind = _worst_kind(list(sample.parameters), tree.gradients, plain.gradients, dtype)
+    return Difference(
+        scores=0.0 if plain.scores is None else _apart(tree, plain.scores),
+        gradients=relative_error(tree.gradients, plain.gradients),
+        worst=worst,
+        worst_kind=kind,
+        losses=None if plain.loss is None or tree.loss is None else (float(plain.loss), float(tree.loss)),
+    )
 
-        Gradients between parts go through caches, which a tree of one part does not have.
-        """
-        tokens, engines = tree_of([self._rows]).num_tokens, []
-        for budget in (tokens, max(tokens // PARTS, 1)):
-            engine = copy(self._engine)
-            engine.prepared = copy(self._engine.prepared)
-            engine.prepared.budget = budget
-            engines.append(engine)
-        return engines
 
-    def run_plain(self, *, timed: bool = True) -> None:
-        """Run the plain model forward and backward; if `timed`, once more to measure it, as the first also warms up."""
-        with sketched(self._parameters, self._size, streamed=True) as self._plain_gradients:
-            self._run_plain()
-        if not timed:
-            return
-        start = time.perf_counter()
-        with gradients_as_they_come(self._parameters):
-            self._run_plain()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._seconds = time.perf_counter() - start
+def _apart(side: Run, scores: Tensor) -> float:
+    """The relative difference of a side's scores from these."""
+    assert side.scores is not None
+    return relative_error([side.scores.reshape(scores.shape)], [scores])
 
-    def _run_plain(self) -> None:
-        """Call the plain model, on the batch or on each row by itself, and run its backward."""
-        if self._alone:
-            self._run_plain_on_rows()
-        else:
-            self._backward_of_plain(self._call(self.batch))
 
-    def _run_plain_on_rows(self) -> None:
-        """The same for each row by itself."""
-        found, losses = [], []
-        for k, batch in enumerate(self._batches_alone()):
-            output, objective = self._call(batch), None
-            if k < self._count:
-                scores, share = self._scores_of(output, batch), 1.0
-                if self._output_kind == "loss":
-                    if batch.get("num_items_in_batch") is None:  # a mean over its own predictions
-                        share = self._rows.masks[k].sum() / max(int(self._rows.wanted.sum()), 1)
-                    objective = output.loss * share if share else None
-                    losses += [] if objective is None else [objective.detach()]
-                else:
-                    weights = self._weights().flatten()
-                    place = torch.from_numpy(self._rows.places[k]) if self._rows.places else torch.tensor([k])
-                    objective = (scores.flatten() * weights[place].to(scores)).sum()
-                found.append(scores.detach().flatten())
-            if objective is None:  # other ranks may wait for this backward
-                objective = self._scores_in(output).flatten()[0] * 0
-            if objective.requires_grad:
-                self._backward(objective)
-        self._plain_scores = self._as_batch(found)
-        self._plain_loss = torch.stack(losses).sum() if losses else None
-
-    def _call(self, batch: ModelInputs) -> Any:
-        """The plain model's output for a batch."""
-        if self._output_kind != "tokens":
-            return self._plain(**batch)
-        logits = self._plain(**{name: value for name, value in batch.items() if name != "labels"}).logits
-        return SimpleNamespace(log_probs=label_logprobs(logits, batch["labels"], self._temperature))
-
-    def _batches_alone(self) -> list[ModelInputs]:
-        """The call of each row by itself: without padding, its positions from 0.
-
-        Ranks that run passes together get equally many: those with fewer rows get their first row again. A collective
-        call of these ranks.
-        """
-        batches = []
-        shared = {name: value for name, value in self.batch.items() if name not in (*_BY_TOKEN, *_OF_PACKING)}
-        for row, start, stop in self._rows.spans:
-            own = {}
-            for name in ("input_ids", "attention_mask", "labels", *TOKEN_TYPES):
-                if isinstance(value := self.batch.get(name), Tensor):
-                    own[name] = value[row : row + 1, start:stop]
-            if "labels" in own:
-                own["labels"] = own["labels"].clone()
-                own["labels"][:, 0] = IGNORED
-            batches.append(with_images_of(shared | own, self._rows, [len(batches)]))
-        most = max(self._ranks.exchange(len(batches)))
-        return batches + batches[:1] * (most - len(batches))
-
-    def _scores_in(self, output: Any) -> Tensor:
-        """The log-probabilities in a plain model's output; logits or rewards if it has none."""
-        return output.log_probs if self._output_kind in ("fused", "tokens") else output.logits
-
-    def _scores_of(self, output: Any, batch: ModelInputs) -> Tensor:
-        """The scores [1, L - 1] of a row by itself, 0 where nothing is predicted; or its reward."""
-        scores = self._scores_in(output)
-        return label_logprobs(scores.detach(), batch["labels"]) if self._output_kind == "loss" else scores
-
-    def _as_batch(self, found: list[Tensor]) -> Tensor:
-        """The scores of the rows in the shape of the batch's."""
-        return torch.stack(found) if self._output_kind == "rewards" else self._rows.batch(found)
-
-    def _backward_of_plain(self, output: Any) -> None:
-        """Remember what the plain forward gave, and run its backward."""
-        scores = self._scores_in(output)
-        if self._output_kind == "loss":
-            self._plain_loss = None if output.loss is None else output.loss.detach()
-            scores = None if scores is None else label_logprobs(scores.detach(), self.batch["labels"])
-        self._plain_scores = None if scores is None else scores.detach()
-        objective = self._objective(scores, output)
-        del output, scores  # logits, which the backward does not need
-        self._backward(objective)
-
-    @contextmanager
-    def tree_run(self) -> Iterator[None]:
-        """The tree is scored inside the block."""
-        with sketched(self._parameters, self._size) as gradients:
-            yield
-        self._answers.append(Answer(self._tree_scores, self._tree_loss, gradients))
-
-    def backward_of_tree(self, output: Any, scores: Float[Tensor, "..."], scored: Scored) -> None:
-        """Remember how the tree answers the call, and run its backward.
-
-        Args:
-            output: what the trainer gets.
-            scores: log-probabilities [B, L - 1], 0 where nothing is predicted; or rewards.
-            scored: runs backward after the scores.
-        """
-        self._tree_scores = scores.detach()
-        self._tree_loss = output.loss.detach() if self._output_kind == "loss" else None
-        self._backward(self._objective(scores, output))
-        with torch.autocast(self.device.type, enabled=False):
-            scored.backward(sync=self._engine.sharing.collective)
-
-    def _objective(self, scores: Tensor | None, output: Any) -> Tensor:
-        """The loss, or a random sum of the scores."""
-        if self._output_kind == "loss" or scores is None:
-            return output.loss
-        return (scores * self._weights(scores.shape).to(scores)).sum()
-
-    def _weights(self, shape: Sequence[int] | None = None) -> Tensor:
-        """Random weights of all scores, the same on both sides."""
-        if shape is None:
-            shape = self._rows.wanted.shape if self._rows.places else (len(self._rows.ids),)
-        return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
-
-    def _backward(self, objective: Tensor) -> None:
-        with torch.autocast(self.device.type, enabled=False):
-            objective.backward()
-
-    def judge(self, *, repeatable: bool = False) -> tuple[dict[str, float], float | None]:
-        """Compare, after both runs.
-
-        Args:
-            repeatable: whether the plain model may be called again, to say which side is right if they differ; a
-                collective call of ranks that run passes together.
-
-        Returns:
-            the relative differences, to be logged, and the FLOP/s of the plain forward and backward (None if the
-            model's FLOPs cannot be counted, or the plain run was not timed).
-
-        Raises:
-            RuntimeError: they differ by more than rounding.
-        """
-        model, plain_scores = self._engine.model, self._plain_scores
-        # Adapters may be narrower than their base (QLoRA), and then they compute in their own dtype.
-        dtypes = {compute_dtype(model, self.device), *(p.dtype for p in self._parameters)}
-        dtype = max(dtypes, key=lambda each: _limit(LIMITS, each))
-        differences = [self._difference(answer, dtype) for answer in self._answers]
-        tf32 = dtype is torch.float32 and self.device.type == "cuda"
-        tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
-        limit, loss_limit = (_limit(limits, dtype) * (10 if tf32 else 1) for limits in (LIMITS, LOSS_LIMITS))
-        differs = not all(each.scores <= limit for each in differences)  # also true of NaN
-        turned = not differs and not all(_gradients_agree(each, limit) for each in differences)
-        asks_which = repeatable and not self._alone
-        ranks = self._ranks.exchange((differs, turned)) if asks_which else []
+def _why(
+    sample: Sample, plain: Run, trees: list[Run], differences: list[Difference], limit: float, *, repeatable: bool
+) -> str:
+    """Say why both sides differ, and which is right where the plain model may be asked; empty if they agree."""
+    differs = not all(difference.scores <= limit for difference in differences)  # also true of NaN
+    turned = not differs and not all(_gradients_agree(difference, limit) for difference in differences)
+    asks_which = repeatable and not sample.alone
+    ranks = sample.ranks.exchange((differs, turned)) if asks_which else []
+    if any(map(any, ranks)):
+        why = _which_is_right(sample, plain, trees, limit, by_scores=any(scores for scores, _ in ranks))
+    elif not differs and not turned:
         why = ""
-        if any(theirs for theirs, _ in ranks):
-            why = self._which_is_right(limit)
-        elif any(theirs for _, theirs in ranks):
-            why = self._whose_gradients_are_right(limit)
-        elif differs or turned:
-            why = self._why_they_differ()
-        if plain_scores is not None and not bool(plain_scores.isfinite().all()):
-            weight = next((name for what, name in not_finite(model) if what == "weights"), None)
-            why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
-        for each, how in zip(differences, ("as one part", "in parts")):
-            rows = f"{self._count} rows {how}"
-            logger.info(_judged(each, why, self._advice, rows, dtype, limit, loss_limit))
-        logs = {
-            "tree/score_difference": max(each.scores for each in differences),
-            "tree/gradient_difference": max(each.gradients for each in differences),
-        }
-        cost = self._engine.prepared.cost
-        if cost is None or not self._seconds:
-            return logs, None
-        small = rows_of(self.batch, rewards=self._output_kind == "rewards", model=self._engine.model)
-        work = linear_work(tree_of([small]), cost.counts.attention_ranges)
-        return logs, cost.counts.flops(*work) / self._seconds
+    elif sample.alone:
+        why = f"The plain side is each row by itself, so shared prefixes are wrong for this model: {sample.advice}"
+    else:
+        cause, change = _layout_of(sample.batch, sample.rows)
+        why = f"Shared prefixes compute each row by itself, which is right. If {cause}, {change}"
+    if plain.scores is not None and not bool(plain.scores.isfinite().all()):
+        weight = next((name for what, name in not_finite(sample.engine.model) if what == "weights"), None)
+        why = "Those of the plain model are not finite" + (f": {weight} is not, either" if weight else "")
+    return why
 
-    def _difference(self, answer: Answer, dtype: torch.dtype) -> Difference:
-        """How far an answer is from the plain model."""
-        names = [self._names[p] for p in self._parameters]
-        worst, kind = _worst_kind(names, answer.gradients, self._plain_gradients, dtype)
-        plain, loss = self._plain_scores, self._plain_loss
-        return Difference(
-            scores=0.0 if plain is None else relative_error([answer.scores], [plain]),
-            gradients=relative_error(answer.gradients, self._plain_gradients),
-            worst=worst,
-            worst_kind=kind,
-            losses=None if loss is None or answer.loss is None else (float(loss), float(answer.loss)),
-        )
 
-    def _why_they_differ(self) -> str:
-        """Say why both sides differ where the plain model was not called on each row by itself, or only so."""
-        if self._alone:
-            return f"The plain side is each row by itself, so shared prefixes are wrong for this model: {self._advice}"
-        why, change = _layout_of(self.batch, self._rows)
-        return f"Shared prefixes compute each row by itself, which is right. If {why}, {change}"
+def _which_is_right(sample: Sample, plain: Run, trees: list[Run], limit: float, *, by_scores: bool) -> str:
+    """Say which of both sides is right, by each row by itself, why, and what to do.
 
-    def _which_is_right(self, limit: float) -> str:
-        """Say which of both sides is right, by each row by itself, why, and what to do."""
-        assert self._plain_scores is not None  # without them nothing differs
-        with torch.no_grad():
-            batches = self._batches_alone()
-            own = [self._scores_of(self._call(batch), batch).flatten() for batch in batches][: self._count]
-        alone = self._as_batch(own)
-        tree = max(relative_error([answer.scores.reshape(alone.shape)], [alone]) for answer in self._answers)
-        batch = relative_error([self._plain_scores.reshape(alone.shape)], [alone])
-        return self._verdict(tree, batch, limit)
+    Args:
+        by_scores: compare scores; else gradients, which differ alone where a norm follows the rotary embedding.
+    """
+    alone = _run_plain(replace(sample, alone=True))
+    dtype = compute_dtype(sample.engine.model, sample.device)
 
-    def _whose_gradients_are_right(self, limit: float) -> str:
-        """The same where scores agree and gradients do not, as where a norm follows the rotary embedding."""
-        with sketched(self._parameters, self._size, streamed=True) as alone:
-            self._run_plain_on_rows()
-        names = [self._names[p] for p in self._parameters]
-        dtype = compute_dtype(self._engine.model, self.device)
+    def distance(side: Run) -> float:
+        if by_scores:
+            assert alone.scores is not None
+            return _apart(side, alone.scores)
+        worst, _ = _worst_kind(list(sample.parameters), side.gradients, alone.gradients, dtype)
+        return max(relative_error(side.gradients, alone.gradients), worst / KIND_LIMIT)
 
-        def distance(own: Sequence[Tensor]) -> float:
-            return max(relative_error(own, alone), _worst_kind(names, own, alone, dtype)[0] / KIND_LIMIT)
-
-        tree = max(distance(answer.gradients) for answer in self._answers)
-        return self._verdict(tree, distance(self._plain_gradients), limit)
-
-    def _verdict(self, tree: float, batch: float, limit: float) -> str:
-        """Say which side is right.
-
-        Args:
-            tree, batch: how far the tree and the plain model on the batch are from each row by itself.
-        """
-        why, change = _layout_of(self.batch, self._rows)
-        if tree <= limit and not batch <= limit:
-            return (
-                f"Shared prefixes are right: they give what each row gives by itself (to {tree:.1e}). The trainer's "
-                f"batch does not ({batch:.1e}): {why}. To make both right, {change}. To go on as it is, set "
-                "check='rows', which compares with each row by itself"
-            )
-        if batch <= limit and not tree <= limit:
-            return (
-                "Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; "
-                f"{self._advice}"
-            )
+    tree, batch = max(map(distance, trees)), distance(plain)
+    cause, change = _layout_of(sample.batch, sample.rows)
+    if tree <= limit and not batch <= limit:
         return (
-            f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {self._advice}"
+            f"Shared prefixes are right: they give what each row gives by itself (to {tree:.1e}). The trainer's "
+            f"batch does not ({batch:.1e}): {cause}. To make both right, {change}. To go on as it is, set "
+            "check='rows', which compares with each row by itself"
         )
-
-    @property
-    def _advice(self) -> str:
-        """Advice where shared prefixes are wrong."""
-        return advice(self._engine.model, WITHOUT)
-
-
-def label_logprobs(
-    logits: Float[Tensor, "B L V"], labels: Integer[Tensor, "B L"], temperature: float = 1.0
-) -> Float[Tensor, "B _"]:
-    """Log-probabilities of the labels' tokens [B, L - 1], 0 where there is no label; a few positions at a time."""
-    logprobs = logits.new_zeros(labels[:, 1:].shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    for row, column in zip(*(index.split(POSITIONS) for index in (labels[:, 1:] != IGNORED).nonzero(as_tuple=True))):
-        logprobs[row, column], _ = scores_of_logits(logits[row, column], labels[row, column + 1], temperature)
-    return logprobs
+    if batch <= limit and not tree <= limit:
+        return (
+            f"Shared prefixes are wrong here: the trainer's batch gives what each row gives by itself; {sample.advice}"
+        )
+    return f"Each row by itself differs from the tree by {tree:.1e} and from the batch by {batch:.1e}: {sample.advice}"
 
 
 def _worst_kind(
@@ -454,52 +450,6 @@ def _worst_kind(
     errors = {kind: apart**0.5 / (max(norm**0.5, least) or 1.0) for kind, (apart, norm) in squares.items()}
     worst = max(errors, key=lambda kind: errors[kind], default="")
     return errors.get(worst, 0.0), worst
-
-
-def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None:
-    """Compare a few trajectories between the plain model and the tree, by their log-likelihood.
-
-    Args:
-        engine: for the unwrapped model, at temperature 1.
-
-    Raises:
-        RuntimeError: they differ by more than rounding.
-    """
-    masks = [row.weights[1:] != 0 for row in trajectories]
-    chosen = [trajectories[k] for k in rows_to_compare([row.ids for row in trajectories], masks)]
-    if not chosen:
-        return
-    ids = [torch.from_numpy(row.ids).long() for row in chosen]
-    labels = [row.masked_fill(torch.from_numpy(one.weights == 0), IGNORED) for row, one in zip(ids, chosen)]
-    columns = {"input_ids": (ids, 0), "attention_mask": ([torch.ones_like(row) for row in ids], 0)}
-    columns["labels"] = (labels, IGNORED)
-    device = model_device(engine.model)
-    images = [image for one in chosen for image in one.images]
-    if images and reads_token_types(image_encoder(engine.model)):
-        types = [torch.from_numpy(one.ids == one.image_token).long() for one in chosen]
-        columns[IMAGE_TYPES] = (types, 0)
-    call = {name: pad_sequence(rows, True, fill).to(device) for name, (rows, fill) in columns.items()}
-    if images:
-        call |= joined_images(images, device)
-
-    def plain(labels: Tensor, **inputs: object) -> CausalLMOutput:
-        logits = engine.model(**inputs, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
-
-    first = FirstStep(engine, Sample(call, rows_of(call, model=engine.model), range(len(chosen))), "loss", plain)
-    accept(engine)  # compared here
-    first.run_plain(timed=False)
-    rows = rows_of(first.batch, model=engine.model)
-    for each in first.engines:
-        with first.tree_run():
-            scored = each.score(tree_of([rows]), mask=rows.masks)
-            scores = rows.batch(scored.logprobs)
-            first.backward_of_tree(CausalLMOutput(loss=-scores.sum() / rows.wanted.sum()), scores, scored)  # type: ignore[arg-type]
-    first.judge()
-
-
-# ---- the verdict
 
 
 def _limit(limits: Mapping[torch.dtype, float], dtype: torch.dtype) -> float:
@@ -563,7 +513,7 @@ def _layout_of(batch: ModelInputs, rows: Rows) -> tuple[str, str]:
     return "rows of one batch change one another", "take batches of one row (per_device_train_batch_size=1)"
 
 
-# ---- the batch that is compared
+# ---- the batch of a sample
 
 
 def rows_to_compare(
@@ -583,7 +533,7 @@ def rows_to_compare(
     return [*chosen[:-1], padded[0]] if padded and not {*padded} & {*chosen} else chosen
 
 
-def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> int:
+def tokens_within(engine: TreeEngine, rows: Rows, output: Output) -> int:
     """The most tokens, padding included, that the plain model may run forward and backward at once.
 
     As far as memory can be predicted, they need no more than the graph of these rows' tree, or than all gradients if
@@ -598,12 +548,7 @@ def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> in
     gradients = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
     room = max(step, gradients) - counts.saved_pass - counts.weight_gradient
     token = counts.saved_token + counts.backward_token + (counts.saved_layer if counts.checkpointing else 0)
-    if output_kind in ("loss", "tokens"):  # logits, their log-softmax in float32, and the gradients of both
-        logit, wide = counts.dtype_bytes, counts.wide_bytes
-        token += counts.vocab * (3 * wide + (2 * logit if logit < wide else 0))
-    elif output_kind == "fused":  # TRL's head works on tiles, in torch or by a kernel that needs no more than the tile
-        kernel = rows.wanted.device.type in ("cuda", "xpu") and find_spec("triton") is not None
-        token += min(counts.vocab, TRL_TILE) * (counts.dtype_bytes if kernel else TRL_TILE_BYTES)
+    token += output.head_bytes(counts, rows.wanted.device)
     tokens = int(max(room / token, 0))
     config = causal_lm(engine.model).config.get_text_config()
     if getattr(config, "_attn_implementation", None) == "eager":
@@ -614,12 +559,16 @@ def tokens_within(engine: TreeEngine, rows: Rows, output_kind: OutputKind) -> in
     return max(tokens, LEAST_TOKENS)
 
 
-def all_labelled(call: ModelInputs, rows: Rows) -> ModelInputs:
-    """The call with a label for every token of its rows except their first ones."""
-    labels = torch.full_like(call["input_ids"], IGNORED)
-    for row, start, stop in rows.spans:
-        labels[row, start + 1 : stop] = call["input_ids"][row, start + 1 : stop]
-    return call | {"labels": labels}
+def tokens_in_time(engine: TreeEngine, rows: Rows) -> int:
+    """The most tokens that are compared in a tenth of the time of these rows' tree.
+
+    Rows are not cut to less than twice the smallest window or chunk of the model's layers, which tokens further apart
+    do not see.
+    """
+    ranges = () if engine.prepared.cost is None else engine.prepared.cost.counts.attention_ranges
+    sizes = [size for each in ranges for size in (each.window, each.chunk) if size is not None]
+    least = max(LEAST_TOKENS, 2 * ROWS * min(sizes, default=0))
+    return max(tree_of([rows]).num_tokens // STEP_SHARE, least)
 
 
 def small_batch(call: ModelInputs, rows: Rows, chosen: Sequence[int], tokens: int) -> ModelInputs:
@@ -627,43 +576,60 @@ def small_batch(call: ModelInputs, rows: Rows, chosen: Sequence[int], tokens: in
 
     Where rows need not be cut, a padded batch's are given with all of their columns. TRL's packed trees become padded.
     """
-    ids = call["input_ids"]
+    width = call["input_ids"].shape[1]
     packed = call.get("attention_mask") is None and call.get("position_ids") is not None
     if rows.images:  # which cannot be cut: fewer rows are compared
-        chosen = chosen[: max(tokens // ids.shape[1], 1)]
-    if rows.images or (not packed and TREE_INDEX[0] not in call and len(chosen) * ids.shape[1] <= tokens):
-        index = torch.tensor([rows.spans[k].batch_row for k in chosen], device=ids.device)
-        of_rows = {name: call[name] for name in _BY_TOKEN if isinstance(call.get(name), Tensor)}
-        small = call | {name: value.expand(len(ids), -1)[index] for name, value in of_rows.items()}
-        return with_images_of(small, rows, chosen)
+        return _whole_rows(call, rows, chosen[: max(tokens // width, 1)])
+    if not packed and TREE_INDEX[0] not in call and len(chosen) * width <= tokens:
+        return _whole_rows(call, rows, chosen)
     left = not packed and any(span.start > 0 for span in rows.spans)
-    tokens -= len(chosen) * left
-    pieces, masks = _cut([rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen if rows.masks], tokens)
-    columns: dict[str, list[Tensor]] = {"input_ids": [torch.from_numpy(piece).long() for piece in pieces]}
+    ids, masks = [rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen if rows.masks]
+    ids, masks = _cut(ids, masks, tokens - len(chosen) * left)
+    columns: dict[str, list[Tensor]] = {"input_ids": [torch.from_numpy(row).long() for row in ids]}
     if masks:
         wanted = [torch.from_numpy(np.append(False, mask)) for mask in masks]
-        columns["labels"] = [row.masked_fill(~own, IGNORED) for row, own in zip(columns["input_ids"], wanted)]
-    for name in TOKEN_TYPES:  # of text, see `PrefixSharing.answer`
+        columns["labels"] = [row.masked_fill(~mask, IGNORED) for row, mask in zip(columns["input_ids"], wanted)]
+    for name in TOKEN_TYPES:  # of text, see `unknown_arguments`
         if call.get(name) is not None:
             columns[name] = [torch.zeros_like(row) for row in columns["input_ids"]]
     if packed or call.get("position_ids") is not None:
-        columns["position_ids"] = [torch.arange(len(piece)) for piece in pieces]
-    if packed and call.get("seq_idx") is not None:
-        columns["seq_idx"] = [torch.full((len(piece),), k) for k, piece in enumerate(pieces)]
-    batch = {name: value for name, value in call.items() if name not in (*_BY_TOKEN, *_OF_PACKING, *_OF_TREES)}
-    if packed:
-        batch |= {name: torch.cat(values)[None].to(ids.device) for name, values in columns.items()}
-        if call.get("seq_idx") is not None:
-            batch["seq_idx"] = batch["seq_idx"].to(call["seq_idx"].dtype)
-        lengths = [len(piece) for piece in pieces]
-        ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device)
-        return batch | {name: ends if name.startswith("cu_") else max(lengths) for name in _OF_PACKING if name in call}
-    columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
-    for name, values in columns.items():
-        fill, side = IGNORED if name == "labels" else 0, "left" if left else "right"
-        if left:  # every row keeps some of the padding on its left, which positions may count
-            values = [nn.functional.pad(row, (1, 0), value=fill) for row in values]
-        batch[name] = pad_sequence(values, True, fill, padding_side=side).to(ids.device)
+        columns["position_ids"] = [torch.arange(len(row)) for row in ids]
+    others = {name: value for name, value in call.items() if name not in (*_BY_TOKEN, *_OF_PACKING, *_OF_TREES)}
+    return others | (_packed(columns, call) if packed else _padded(columns, call, left=left))
+
+
+def _whole_rows(call: ModelInputs, rows: Rows, chosen: Sequence[int]) -> ModelInputs:
+    """The call for some rows of a padded batch, with all of their columns."""
+    ids = call["input_ids"]
+    index = torch.tensor([rows.spans[k].batch_row for k in chosen], device=ids.device)
+    by_token = {name: call[name] for name in _BY_TOKEN if isinstance(call.get(name), Tensor)}
+    small = call | {name: value.expand(len(ids), -1)[index] for name, value in by_token.items()}
+    return with_images_of(small, rows, chosen)
+
+
+def _packed(columns: Mapping[str, list[Tensor]], call: ModelInputs) -> ModelInputs:
+    """Arguments by token of some rows, one after another, with those that say where each row begins."""
+    device, lengths = call["input_ids"].device, [len(row) for row in columns["input_ids"]]
+    batch: ModelInputs = {name: torch.cat(values)[None].to(device) for name, values in columns.items()}
+    if (number := call.get("seq_idx")) is not None:
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        batch["seq_idx"] = numbers[None].to(device, number.dtype)
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    return batch | {name: ends if name.startswith("cu_") else max(lengths) for name in _OF_PACKING if name in call}
+
+
+def _padded(columns: Mapping[str, list[Tensor]], call: ModelInputs, *, left: bool) -> ModelInputs:
+    """Arguments by token of some rows, padded, with their mask.
+
+    Args:
+        left: every row keeps some of the padding on its left, which positions may count.
+    """
+    batch, mask = {}, [torch.ones_like(row) for row in columns["input_ids"]]
+    for name, values in {**columns, "attention_mask": mask}.items():
+        fill = IGNORED if name == "labels" else 0
+        values = [nn.functional.pad(row, (int(left), 0), value=fill) for row in values]
+        padded = pad_sequence(values, True, fill, padding_side="left" if left else "right")
+        batch[name] = padded.to(call["input_ids"].device)
     return batch
 
 
@@ -698,3 +664,38 @@ def _cut(
     if not any(mask.any() for mask in masks):
         masks = [np.ones_like(mask) for mask in masks]
     return [ids[k][start : start + length] for k in left], masks
+
+
+# ---- the check of a `TreeTrainer`
+
+
+def compare_rows(engine: TreeEngine, trajectories: Sequence[Trajectory]) -> None:
+    """Compare a few trajectories between the plain model and the tree, by their log-likelihood.
+
+    Args:
+        engine: for the unwrapped model, at temperature 1.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    masks = [row.weights[1:] != 0 for row in trajectories]
+    chosen = [trajectories[k] for k in rows_to_compare([row.ids for row in trajectories], masks)]
+    if not chosen:
+        return
+    ids = [torch.from_numpy(row.ids).long() for row in chosen]
+    labels = [row.masked_fill(torch.from_numpy(one.weights == 0), IGNORED) for row, one in zip(ids, chosen)]
+    columns = {"input_ids": (ids, 0), "attention_mask": ([torch.ones_like(row) for row in ids], 0)}
+    columns["labels"] = (labels, IGNORED)
+    device = model_device(engine.model)
+    images = [image for one in chosen for image in one.images]
+    if images and reads_token_types(image_encoder(engine.model)):
+        types = [torch.from_numpy(one.ids == one.image_token).long() for one in chosen]
+        columns[IMAGE_TYPES] = (types, 0)
+    call = {name: pad_sequence(rows, True, fill).to(device) for name, (rows, fill) in columns.items()}
+    if images:
+        call |= joined_images(images, device)
+
+    model = OwnForward(engine.model, "__call__")
+    question = Question(model, TokensOutput(), call | {"use_cache": False}, rows_of(call, model=engine.model))
+    small = _small_sample(question, range(len(chosen)), engine)
+    judge(small, *run(small, timed=False), repeatable=False)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from treetrain.core.errors import DataError, expect
 from treetrain.core.tree.token_tree import TokenTree, as_tree
 from treetrain.core.tree.trajectory import Trajectory
-from treetrain.logs.columns import Int64s, columns_of
+from treetrain.logs.columns import Int64s, RowColumns
 from treetrain.logs.groups import RowNumbers, batches_of_pass, cut_evenly, group_rows, make_groups
 from treetrain.models.costs import cost_if_countable
 from treetrain.models.work import linear_work, tree_work
@@ -229,7 +229,7 @@ class StepSampler(Sampler[list[Call]]):
         calls: int = 1,
         seed: int | None = None,
     ) -> None:
-        columns = columns_of(rows)
+        columns = RowColumns(rows)
         self.groups = _with_something_to_train(make_groups(rows, tokens_per_step=tokens_per_step), columns.trained)
         self._tokens = np.array([columns.tokens[group].sum() for group in self.groups])
         self._updates, self._minibatches, self._calls, self._seed = updates_per_batch, minibatches, calls, seed

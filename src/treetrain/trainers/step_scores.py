@@ -35,6 +35,7 @@ from treetrain.trainers.batches import ModelInputs, Rows, model_inputs, tree_of
 if TYPE_CHECKING:
     from treetrain.core.engine.engine_model import ScoredModel
     from treetrain.core.engine.score import Scored
+    from treetrain.engine import TreeEngine
 
 CUTS = 2
 """Micro-batches are scored together until so many joint trees were cut, because gradients were needed early."""
@@ -99,6 +100,21 @@ class TreeScores:
         """The rows of this micro-batch among all."""
         begin = sum(len(rows.ids) for rows in self.batches[: number - self.first])
         return slice(begin, begin + len(self.batches[number - self.first].ids))
+
+    def score(self, engine: "TreeEngine", by: "Callable[[TreeEngine, TreeScores], Scored]") -> "Scored":
+        """Score the tree, and remember the model if the scores are for other micro-batches too."""
+        from treetrain.core.engine.engine_model import ScoredModel
+
+        before, joint = None, self.last > self.first
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
+        if joint and not trains:
+            engine.prepared.check()
+            before = ScoredModel(engine.prepared)
+        self.scored = by(engine, self)
+        if before is not None:
+            before.leave_out_changes()
+        self.model = (before or self.scored.model) if joint else None
+        return self.scored
 
     @cached_property
     def tokens(self) -> tuple[int, int]:

@@ -29,7 +29,9 @@ from treetrain.core.hf.capability import (
 from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.parallel.process_group import output_dtype
 from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
-from treetrain.trainers.share_prefixes import KNOWN_ARGUMENTS, TreeForward, TreeOutput, image_arguments
+from treetrain.trainers.calls import KNOWN_ARGUMENTS, image_arguments
+from treetrain.trainers.outputs import TreeOutput
+from treetrain.trainers.patches import tree_forward
 
 _OF_ROWS = (
     *("input_ids", "attention_mask", "position_ids", "seq_idx"),
@@ -87,11 +89,11 @@ def token_logprobs(
             raise TypeError(f"inputs is a {type(inputs).__name__}; give the batch, a dictionary with input_ids")
         inner = extract_model_from_parallel(model)
         batch = _arguments(inner, inputs)
-        forward = _tree_forward(inner)
+        forward = tree_forward(inner)
         if forward is None:
             scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy)
         else:
-            scores = forward.token_logprobs(batch, temperature, entropy=return_entropy)
+            scores = forward.answers.token_logprobs(forward, batch, temperature, entropy=return_entropy)
     logprobs, entropies = scores
     return (logprobs, entropies) if return_entropy else logprobs
 
@@ -116,12 +118,6 @@ def _arguments(model: nn.Module, inputs: Mapping[str, object]) -> ModelInputs:
         )
     names = (*_OF_ROWS, *sorted(images), "labels", "shift_labels")
     return with_labels({name: given[name] for name in names if name in given})
-
-
-def _tree_forward(model: nn.Module) -> TreeForward | None:
-    """The call that `share_prefixes` has put in the place of the model's forward (which Accelerate wraps) or call."""
-    placed = (vars(model).get(name) for name in ("forward", "_original_forward", "_call_impl"))
-    return next((forward for forward in placed if isinstance(forward, TreeForward)), None)
 
 
 def _from_plain_model(

@@ -51,7 +51,7 @@ from treetrain.core.tree.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.engine import TreeEngine, loaded
 from treetrain.layers.experts.experts import RouterBalance
 from treetrain.logs.advantages import advantages_of_groups
-from treetrain.logs.columns import columns_of
+from treetrain.logs.columns import RowColumns
 from treetrain.logs.once import count_once
 from treetrain.logs.records import Json
 from treetrain.losses import PolicyLoss
@@ -577,7 +577,7 @@ def _check_rows(name: str, rows: Sequence[Trajectory] | None, loss: Loss) -> Non
     if not len(rows):
         raise DataError(f"{name} is empty; give trajectories, such as tt.load(path).trajectories")
     try:
-        columns = columns_of(rows)
+        columns = RowColumns(rows)
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
     if not isinstance(loss, losses.SFTLoss):
@@ -645,7 +645,7 @@ def computed_advantages(
 
     Raises ValueError for options of `group_advantages` if no advantages are computed.
     """
-    columns = columns_of(rows)
+    columns = RowColumns(rows)
     wanted = "advantages" in needed_facts(loss) and not columns.given["advantages"].any()
     if wanted and not np.isnan(columns.reward).all():
         return advantages_of_groups(rows, **(options or {}))
@@ -660,7 +660,7 @@ def missing_facts(rows: Sequence[Trajectory], loss: Loss, computed: Collection[s
 
     Raises DataError if only some of the rows have them, or a row lacks another fact that is not in `computed`.
     """
-    columns = columns_of(rows)
+    columns = RowColumns(rows)
     missing = set()
     for fact in (fact for fact in needed_facts(loss) if fact not in computed):
         with_it = np.flatnonzero(columns.trained & columns.given[fact])

@@ -17,7 +17,7 @@ Shape letters: C rows, N tokens of a part, P tokens on a path, K = P + N keys, X
 key/value heads, D size of query and key heads, V size of value heads.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -287,39 +287,10 @@ def sink_gradient(
     return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)
 
 
-class TreeAttention(Protocol):
-    """A backend: the attention of one forest, for every layer of a run that it takes."""
+class AttentionCall(Protocol):
+    """Tree attention over the packed tokens of a forest, as a layer calls it."""
 
-    name: str
-    serves_sinks: bool
-
-    def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-        """Whether the backend has kernels for a layer's dtype, head sizes and spec."""
-        ...
-
-    def __call__(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        scale: float,
-        layer: Hashable = 0,
-        spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, " H"] | None = None,
-    ) -> Float[Tensor, "N H V"]: ...
-
-
-# ---- attention over the cache, as one autograd Function
-
-
-class CachedAttention(ABC):
-    """A backend that computes its own gradients; one autograd Function moves what the cache holds."""
-
-    name: str
-    serves_sinks = True
-    cache: KVCacheView | None
-    """Reads the path above and stores the forest's own keys; None for whole trees."""
-
+    @abstractmethod
     def __call__(
         self,
         query: Float[Tensor, "N H D"],
@@ -330,12 +301,35 @@ class CachedAttention(ABC):
         spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "N H V"]:
-        above = None if self.cache is None else self.cache.gradient_input(layer, query, key, value)
-        return _Attend.apply(query, key, value, sinks, above, self, scale, layer, spec)  # type: ignore[return-value]
+        """`layer` is the key of the layer's cache; every sink takes a share of a query's weights and has no value."""
+        ...
+
+
+class TreeAttention(AttentionCall, Protocol):
+    """A backend: the attention of one forest, for every layer of a run that it takes."""
+
+    name: str
+    serves_sinks: bool
 
     @abstractmethod
     def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
         """Whether the backend has kernels for a layer's dtype, head sizes and spec."""
+        ...
+
+
+# ---- attention over the cache, as one autograd Function
+
+
+class CachedAttention(TreeAttention):
+    """A backend that computes its own gradients; one autograd Function moves what the cache holds."""
+
+    serves_sinks = True
+    cache: KVCacheView | None
+    """Reads the path above and stores the forest's own keys; None for whole trees."""
+
+    def __call__(self, query, key, value, scale, layer=0, spec=PLAIN_ATTENTION, sinks=None) -> Tensor:
+        above = None if self.cache is None else self.cache.gradient_input(layer, query, key, value)
+        return _Attend.apply(query, key, value, sinks, above, self, scale, layer, spec)  # type: ignore[return-value]
 
     @abstractmethod
     def path_seen(self, spec: AttentionSpec) -> int:

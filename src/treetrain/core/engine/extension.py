@@ -23,9 +23,9 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
+from treetrain.core.attention.kv_cache import AttentionCall
 from treetrain.core.engine.executor import Part
 from treetrain.core.head.lm_head import ScoreRequest, Scores
-from treetrain.core.hf.tree_mode import AttentionBackend
 from treetrain.core.losses.facts import Metrics
 from treetrain.core.planning.plan import Plan
 
@@ -49,7 +49,7 @@ class ModelPass:
 
     part: Part
     arrays: LayoutArrays
-    attention: AttentionBackend
+    attention: AttentionCall
     request: ScoreRequest
     scores: bool
     """Whether edges are scored; False runs the layers alone, for their keys and values."""

@@ -15,7 +15,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from treetrain.core.attention.kv_cache import AttentionCall
 from treetrain.core.attention.schedule import AttentionSpec
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.tree.layout import FULL, AttentionRange
@@ -46,23 +47,6 @@ _NEUTRAL = {
 }
 
 
-class AttentionBackend(Protocol):
-    """Tree attention over one packed run."""
-
-    def __call__(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        scale: float,
-        layer: int,
-        spec: AttentionSpec,
-        sinks: Float[Tensor, " H"] | None,
-    ) -> Float[Tensor, "N H V"]:
-        """`layer` is the key of the layer's cache."""
-        ...
-
-
 def instance_of(kind: type[T], among: Iterable[object]) -> T | None:
     """The first of some objects that is of a class; None if none is."""
     return next((x for x in among if isinstance(x, kind)), None)
@@ -76,7 +60,7 @@ class TreeRun:
 
     def __init__(
         self,
-        attention: AttentionBackend,
+        attention: AttentionCall,
         tokens: int,
         positions: Int64[Tensor, " N"] | None = None,
         extras: Sequence[object] = (),

@@ -154,6 +154,7 @@ class CountedShape(Protocol):
 
     def counts(self, *, dtype_bytes: int = 4, checkpointing: bool = False) -> ModelCounts:
         """The counts with every weight trained."""
+        ...
 
 
 Floats = NDArray[np.floating]
@@ -208,6 +209,7 @@ class Links(Protocol):
 
     def added_seconds(self, kind: str, seconds: Floats, *, reduces: bool = True) -> Floats:
         """Seconds that the links add to passes of a kind that take `seconds` by themselves."""
+        ...
 
 
 class Beside(NamedTuple):

@@ -22,7 +22,7 @@ def read_nodes(record: Record, notes: Notes) -> list[Record]:
     """Every trajectory as a row of its own; a recorded episode has several traces."""
     if "traces" in record:
         return [row for trace in objects(record, "traces") for row in _trace(trace, facts(record), notes)]
-    return _own(record, notes) if look_up(record, "nodes.0.sampled") is None else _trace(record, {}, notes)
+    return _tree(record, notes) if look_up(record, "nodes.0.sampled") is None else _trace(record, {}, notes)
 
 
 def _nodes(record: Record) -> list[Node]:
@@ -31,21 +31,22 @@ def _nodes(record: Record) -> list[Node]:
     return given
 
 
-def _own(record: Record, notes: Notes) -> list[Record]:
-    given = _nodes(record)
-    index: dict[Json, int] = {}
-    for number, node in enumerate(given):
-        name = node.get("id", number)
-        if isinstance(name, dict | list) or index.setdefault(name, number) != number:
+def _tree(record: Record, notes: Notes) -> list[Record]:
+    """The rows of a record in treetrain's form: those of `trajectories`, or one for every leaf."""
+    listed = _nodes(record)
+    number_of: dict[Json, int] = {}
+    for number, node in enumerate(listed):
+        name = node.get("id", number)  # nodes without ids are referred to by their positions
+        if isinstance(name, dict | list) or number_of.setdefault(name, number) != number:
             raise DataError(f"`nodes.{number}.id` is {quoted(name)}, expected a name that no other node has")
 
     def find(name: Json, where: str) -> int:
-        if isinstance(name, dict | list) or name not in index:
+        if isinstance(name, dict | list) or name not in number_of:  # a list cannot be looked up
             raise DataError(f"`{where}` is {quoted(name)}, which is the id of no node")
-        return index[name]
+        return number_of[name]
 
     nodes: list[Node] = []
-    for number, node in enumerate(given):
+    for number, node in enumerate(listed):
         made = {fact: value for fact, names in NODE_FACTS.items() if (value := first_of(node, *names)) is not None}
         parent = node.get("parent")
         made["parent"] = None if parent in (None, -1) else find(parent, f"nodes.{number}.parent")
@@ -58,13 +59,15 @@ def _own(record: Record, notes: Notes) -> list[Record]:
     known = facts(record) | {name: record[name] for name in ("system", "tools") if record.get(name)}
     leaves = _leaves(nodes)
     if record.get("trajectories") is None:
-        ends = [known | facts(given[leaf]) | {"key": None, "node": leaf} for leaf in leaves]
+        # A node's key holds for all nodes below it, so `_rows` takes it from the path.
+        ends = [known | facts(listed[leaf]) | {"key": None, "node": leaf} for leaf in leaves]
     else:
         leaves, ends = [], []
-        for number, one in enumerate(field(record, "trajectories", list)):
-            name, own = (one.get("node"), facts(one)) if isinstance(one, Mapping) else (one, {})
-            ends.append(known | own | {"node": find(name, f"trajectories.{number}.node")})
-    for number, node in enumerate(given):
+        for number, trajectory in enumerate(field(record, "trajectories", list)):
+            entry = trajectory if isinstance(trajectory, Mapping) else {"node": trajectory}
+            last = find(entry.get("node"), f"trajectories.{number}.node")
+            ends.append(known | facts(entry) | {"node": last})
+    for number, node in enumerate(listed):
         for name in () if number in leaves else facts(node).keys() - {"id", "key"}:
             notes.add(
                 f"`{name}` of a node is used only at leaves, and if `trajectories` are not listed", f"node {number}"

@@ -157,28 +157,33 @@ class Differences:
         return [0, 0] if max(counts) < PIECE or counts == [theirs.size, ours.size] else counts
 
     def _cause(self, row: int, partner: int, gap: Gap, *, later: bool) -> str:
+        """The cause of a difference, the surest sign of one first.
+
+        In the system prompt, and where prompts of several conversations are compared (not `later`), tools and values
+        may differ. Behind it a later call differs only by what its harness or the template has changed.
+        """
         prepared = self.prepared
         ours, theirs = self._sides(row, partner, gap)
-        system = not later or gap.second_start < prepared.turns(row)[0]
-        kinds = set() if prepared.tokenizer is None else self._textual(row, partner, gap)
-        for kind in ("retokenised", "whitespace"):
-            if kind in kinds:
-                return "history" if "arguments" in kinds and not system else kind
-        if not system:
-            dropped = int(np.isin(theirs, prepared.turn_ends).sum())
-            if dropped != int(np.isin(ours, prepared.turn_ends).sum()):
-                start = prepared.ids[partner][max(gap.first_start - HEADER, 0) : gap.first_start]
-                whole = not ours.size and dropped > 1 and np.isin(start, prepared.turn_ends).any()
-                return "truncation" if whole else "history"
-        if "think" in kinds:
+        in_system_prompt = not later or gap.second_start < prepared.turns(row)[0]
+        signs = set() if prepared.tokenizer is None else self._textual(row, partner, gap)
+        for cause in ("retokenised", "whitespace"):
+            if cause in signs:
+                return "history" if "arguments" in signs and not in_system_prompt else cause
+        if not in_system_prompt:
+            turns_dropped = int(np.isin(theirs, prepared.turn_ends).sum())
+            if turns_dropped != int(np.isin(ours, prepared.turn_ends).sum()):
+                before = prepared.ids[partner][max(gap.first_start - HEADER, 0) : gap.first_start]
+                whole_turns = not ours.size and turns_dropped > 1 and np.isin(before, prepared.turn_ends).any()
+                return "truncation" if whole_turns else "history"
+        if "think" in signs:
             return "think"
-        if not system:
-            return self._rewritten(partner, gap, "arguments" in kinds)
+        if not in_system_prompt:
+            return self._rewritten(partner, gap, "arguments" in signs)
         for number, (start, stop) in ((partner, gap[:2]), (row, gap[2:])):
             first, last = prepared.tools.get(number, (0, -1))
             if start <= last and stop >= first and (start == stop or (start < last and stop > first)):
                 return "tool list"
-        return next((kind for kind in ("dates", "ids") if kind in kinds), "values")
+        return next((cause for cause in ("dates", "ids") if cause in signs), "values")
 
     def _rewritten(self, partner: int, gap: Gap, arguments: bool) -> str:
         """Who changed the history: the chat template changes answers and their headers, the harness everything."""
@@ -191,7 +196,7 @@ class Differences:
         return "history" if arguments or (prepared.masked[partner] and message and not trained) else "rewritten"
 
     def _textual(self, row: int, partner: int, gap: Gap) -> set[str]:
-        """The kinds of difference that its text shows; equal differences are decoded once."""
+        """The signs of causes that the text of a difference shows; equal differences are decoded once."""
         # With the tokens around, the same on both sides, so that dates and characters of several tokens are whole.
         ids = self.prepared.ids[row]
         left, right = (
@@ -201,27 +206,27 @@ class Differences:
         sides = [np.concatenate([left, _ends(side), right]) for side in self._sides(row, partner, gap)[::-1]]
         name = (sides[0].tobytes(), sides[1].tobytes())
         if name not in self._known:
-            kinds = self._known[name] = set()
+            signs = self._known[name] = set()
             assert self.prepared.tokenizer is not None
             one, other = texts = [self.prepared.tokenizer.decode(side) for side in sides]
             plain = [re.sub(r"\s", "", text) for text in texts]
             if plain[0] == plain[1]:
-                kinds.add("retokenised" if one == other else "whitespace")
+                signs.add("retokenised" if one == other else "whitespace")
             if len(_THINK.findall(one)) != len(_THINK.findall(other)):
-                kinds.add("think")
+                signs.add("think")
             letters = [np.array(list(text)) for text in texts]
             start = common_prefix(*letters)
             behind = common_prefix(*(each[start:][::-1] for each in letters))
             again = [Counter(re.sub(r'[\\"]', "", text)) for text in plain]
-            inside = "whitespace" not in kinds or _IN_JSON.search(one[:start].rstrip())  # not in front of a call
+            inside = "whitespace" not in signs or _IN_JSON.search(one[:start].rstrip())  # not in front of a call
             if one != other and again[0] == again[1] and '":' in one and '":' in other and inside:
-                kinds.add("arguments")
-            for kind, pattern in (("ids", _HEX), ("dates", _DATE), ("ids", _ID)):
+                signs.add("arguments")
+            for sign, pattern in (("ids", _HEX), ("dates", _DATE), ("ids", _ID)):
                 spans = [[found.span() for found in pattern.finditer(text)] for text in texts]
                 if all(
                     any(a <= len(text) - behind and b >= start for a, b in each) for text, each in zip(texts, spans)
                 ):
-                    kinds.add(kind)
+                    signs.add(sign)
                     break
         return self._known[name]
 

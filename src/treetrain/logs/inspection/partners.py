@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treetrain.core.tree.trajectory import common_prefix
 from treetrain.logs.inspection.alignment import RUN, Alignment, align, earlier_partners
@@ -126,8 +127,11 @@ class Partners:
             least: the least number of tokens that must agree, if not `certain`.
         """
         prepared = self.prepared
-        masked, context, answer = prepared.masked[partner], prepared.context[partner], prepared.trained[partner]
-        first, second = prepared.ids[partner], prepared.ids[row][: prepared.context[row]]
+        masked = prepared.masked[partner]
+        context = prepared.context[partner]
+        answer = prepared.trained[partner]
+        first = prepared.ids[partner]
+        second = prepared.ids[row][: prepared.context[row]]
         if not certain and not (prepared.masked[row] and answer.any()):
             return None
         if shared >= first.size:
@@ -139,18 +143,15 @@ class Partners:
             # Another answer to the same prompt.
             return Link(row, partner, [], second.size, second.size) if certain else None
 
-        def reappearing(found: Alignment) -> int:
-            inside = (answer[gap.first_start : gap.first_stop].sum() for gap in found.gaps)
-            return int(answer[: found.first_end].sum() - sum(inside))
-
         # The last message of the row is new, unless this is another answer to a prompt that was changed.
         ends = np.flatnonzero(np.isin(second, prepared.turn_ends))
         found = align(first, second[: ends[-2] + 1] if ends.size > 1 else second, to_end=True)
-        if (again := reappearing(found)) < ANSWER:
+        if (again := _reappearing(answer, found)) < ANSWER:
             found = align(first, second, to_end=True)
-            again = reappearing(found)
+            again = _reappearing(answer, found)
         reappears = again >= min(ANSWER, int(answer.sum()))
         if certain:
+            # The episode says so already: it is enough that the answer, or what follows the context, can be recognised.
             begins = bool(found.gaps) and found.gaps[0].first_start >= context - 2
             continues = not masked or reappears or begins or found.second_end == second.size
         else:
@@ -238,6 +239,12 @@ class Partners:
                 best = Link(number, partner, [], shared, shared)
             if best is not None:
                 self.links += [best._replace(row=row) for row in same_as[number]]
+
+
+def _reappearing(answer: NDArray[np.bool_], found: Alignment) -> int:
+    """How many tokens of an answer, [L] of the earlier row, the later row has again."""
+    inside = (answer[gap.first_start : gap.first_stop].sum() for gap in found.gaps)
+    return int(answer[: found.first_end].sum() - sum(inside))
 
 
 def _linked(row: int, partner: int, found: Alignment, edits: list[Edit]) -> Link:

@@ -202,7 +202,7 @@ def sharing_in_batches(
     rows_in_order, shuffled = np.arange(len(rows)), drawn.permutation(len(rows))
     if size is None:
         groups = make_groups(rows, tokens_per_step=TOKENS_PER_STEP)
-        tokens = np.array([length[group].sum() for group in groups], np.int64)
+        tokens = np.add.reduceat(length[np.concatenate(groups)], np.cumsum([0, *map(len, groups[:-1])]))
         count, order = batches_of_pass(tokens, TOKENS_PER_STEP), drawn.permutation(len(groups))
         if count < 2:
             return {}

@@ -1,0 +1,83 @@
+"""Settings of a trainer that cannot be exact with shared prefixes, and how any settings are refused."""
+
+from collections.abc import Iterable
+
+from transformers import Trainer
+
+from treetrain.core.hf.capability import causal_lm
+
+Refusal = tuple[object, str]
+"""Whether a setting is refused; and its name and value, why, and what to set in its place."""
+DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+"""The ways to hold weights that are supported, by accelerate's distributed type."""
+
+
+def refuse(beginning: str, refusals: Iterable[Refusal]) -> None:
+    """Raise ValueError for the first setting that is refused; the message is this beginning and the reason."""
+    for refused, reason in refusals:
+        if refused:
+            raise ValueError(beginning + reason)
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse settings that cannot be exact.
+
+    Raises:
+        ValueError: the message names the setting to change.
+    """
+    args, accelerator, model = trainer.args, trainer.accelerator, trainer.model
+    assert model is not None
+    distributed = str(accelerator.distributed_type.value)
+    parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
+    images = {"image", "images"} & {*(getattr(trainer.train_dataset, "column_names", None) or ())}
+    dynamo = accelerator.state.dynamo_plugin
+    compiles = "NO" if dynamo is None else dynamo.backend.value
+    refusals: list[Refusal] = [
+        (
+            distributed not in DISTRIBUTED,
+            f"distributed_type={distributed}; launch one process, DistributedDataParallel, FSDP2 (fsdp_version: 2) or "
+            "DeepSpeed",
+        ),
+        (args.n_gpu > 1, f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun"),
+        (
+            args.fp16 or accelerator.scaler is not None,
+            "fp16=True and its gradient scaler; set bf16=True instead",
+        ),
+        (args.torch_compile, "torch_compile=True, since the attention is switched at every call; set it to False"),
+        (
+            compiles != "NO",
+            f"accelerate's dynamo_backend: {compiles}, which compiles the model; leave dynamo_config out",
+        ),
+        (args.use_liger_kernel, "use_liger_kernel=True, which replaces the model's layers; set it to False"),
+        (
+            args.neftune_noise_alpha,
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: a shared token would get one noise where every row has "
+            "its own; set it to None",
+        ),
+        (
+            args.label_smoothing_factor,
+            f"label_smoothing_factor={args.label_smoothing_factor}, which needs the probabilities of all tokens; set "
+            "it to 0",
+        ),
+        (trainer.model_init is not None, "model_init, which makes another model later; give the trainer a model"),
+        (
+            getattr(args, "activation_offloading", False),
+            "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=",
+        ),
+        (parallelism, "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out"),
+        (
+            (getattr(causal_lm(model), "_tp_size", None) or 1) > 1,
+            "a tensor-parallel model (tp_plan), which has not been verified here; take tt.TreeEngine in a loop of your "
+            "own",
+        ),
+        (
+            "lomo" in args.optim or "layerwise" in args.optim,
+            f"optim={args.optim}, which updates weights within the trainer's backward, before the tree's; take another",
+        ),
+    ]
+    refuse("share_prefixes cannot be exact with ", refusals)
+    if images:
+        from treetrain.layers.images.encoders import FAMILIES, takes_images
+
+        reason = f"images (column {', '.join(images)} of train_dataset); give rows of text, or a model of "
+        refuse("share_prefixes cannot be exact with ", [(not takes_images(model), reason + ", ".join(FAMILIES))])
