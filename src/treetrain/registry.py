@@ -7,10 +7,13 @@ A package can add to it by an entry point of the group ``treetrain.features``: a
 from functools import cache
 from importlib.metadata import entry_points
 
+from torch import nn
+
 from treetrain.core.engine.engine_model import EngineModel, Feature, Registry, StepBalance
 from treetrain.core.engine.extension import Extension
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.tree_mode import instance_of
+from treetrain.core.planning.cost import CostModel
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.explain import Explained
 from treetrain.kernels.backends import DeviceBackends
@@ -19,11 +22,17 @@ from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.layers.experts.routers import experts_of
 from treetrain.layers.finders import check_model
 from treetrain.layers.recurrence.recurrent_layers import RecurrentLayers
-from treetrain.models.costs import cost_of
 
 ENTRY_POINTS = "treetrain.features"
 
 # What a call of a dense model does not need is imported where it is used.
+
+
+def cost_of(model: nn.Module) -> CostModel:
+    """See `models.costs.cost_of`."""
+    from treetrain.models import costs
+
+    return costs.cost_of(model)
 
 
 class ExpertsFeature(Feature):

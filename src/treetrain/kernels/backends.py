@@ -19,7 +19,6 @@ from treetrain.core.attention.rectangles import RectangleAttention
 from treetrain.core.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.core.engine.memory import is_out_of_memory
 from treetrain.kernels.checks import CHECKED, Run, failure_of
-from treetrain.kernels.flash_kernel import kernel_of
 from treetrain.kernels.launch import why_no_triton
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
@@ -33,6 +32,10 @@ PARTIAL = ("varlen", "flex", "cudnn")
 def _rectangles(
     forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int
 ) -> TreeAttention:
+    if device.type == "cpu":
+        return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
+    from treetrain.kernels.flash_kernel import kernel_of
+
     return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size, kernel_of=kernel_of)
 
 
