@@ -20,7 +20,7 @@ from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import Row, TokenTree
 from treetrain.core.tree.trajectory import Trajectory
-from treetrain.kernels.compiled import CompiledFeature, warm_up
+from treetrain.kernels.compiled import CompiledFeature
 from treetrain.layers.experts.routers import experts_of
 from treetrain.registry import make_registry
 
@@ -138,9 +138,7 @@ class TreeEngine(core.TreeEngine):
         model, compiled = self.prepared, instance_of(CompiledFeature, self.prepared.registry.features)
         with self.sharing.passes_with.together("warm_up"):
             model.capabilities = model.check()
-            if compiled is None or not compiled.can_warm_up(model):
-                return 0.0
-            return warm_up(compiled, model, self.passes_type, plan)
+            return 0.0 if compiled is None else compiled.warm_up(model, self.passes_type, plan)
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> "RouterBalance":
         """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.

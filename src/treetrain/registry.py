@@ -120,7 +120,20 @@ class KeptActivationsFeature(Feature):
 
 @cache
 def _features_of_others() -> tuple[type[Feature], ...]:
-    return tuple(point.load() for point in entry_points(group=ENTRY_POINTS))
+    kinds = []
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            kind = point.load()
+        except Exception as error:  # whatever a package raises when it is imported
+            error.add_note(f"this is the entry point {point.name!r} of the group {ENTRY_POINTS}: {point.value}")
+            raise
+        if not (isinstance(kind, type) and issubclass(kind, Feature)):
+            raise TypeError(
+                f"the entry point {point.name!r} of the group {ENTRY_POINTS} ({point.value}) is {kind!r}; expected a "
+                "class derived from treetrain.core.engine.engine_model.Feature"
+            )
+        kinds.append(kind)
+    return tuple(kinds)
 
 
 def make_registry(compile_layers: bool | None) -> Registry:

@@ -1,6 +1,7 @@
 """The core by itself, and what is handed to it from outside."""
 
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +42,20 @@ def test_the_core_refuses_rows_that_it_does_not_know_and_bytes_that_nobody_count
         CoreEngine(make_model("qwen3_5_text")).forward_backward(ROWS, tt.losses.sft())
 
 
-def test_a_package_adds_a_feature_by_an_entry_point(monkeypatch):
+@pytest.fixture
+def installed(monkeypatch):
+    """Installs an entry point that loads as it is told."""
+
+    def install(load):
+        point = SimpleNamespace(name="theirs", value="theirs:Feature", load=load)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.ENTRY_POINTS else [])
+        registry._features_of_others.cache_clear()
+
+    yield install
+    registry._features_of_others.cache_clear()
+
+
+def test_a_package_adds_a_feature_by_an_entry_point(installed):
     begun = []
 
     class Counts(Extension):
@@ -52,14 +66,23 @@ def test_a_package_adds_a_feature_by_an_entry_point(monkeypatch):
         def extension(self, model, tree, *, balanced, scale, balance):
             return Counts() if tree.num_trajectories > 1 else None
 
-    point = type("Point", (), {"load": staticmethod(lambda: Counting)})
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.ENTRY_POINTS else [])
-    registry._features_of_others.cache_clear()
-    try:
-        engine = tt.TreeEngine(make_model("qwen3"), check=False)
-        engine.forward_backward(ROWS, tt.losses.sft())
-        engine.forward_backward(ROWS[:1], tt.losses.sft())
-    finally:
-        registry._features_of_others.cache_clear()
+    installed(lambda: Counting)
+    engine = tt.TreeEngine(make_model("qwen3"), check=False)
+    engine.forward_backward(ROWS, tt.losses.sft())
+    engine.forward_backward(ROWS[:1], tt.losses.sft())
     assert [gradients for _, gradients in begun] == [True], "once, for the call with several rows"
     assert not [*importlib.metadata.entry_points(group=registry.ENTRY_POINTS)], "this project needs none itself"
+
+
+def test_an_entry_point_that_is_no_feature_or_does_not_load_is_named(installed):
+    installed(lambda: dict)
+    with pytest.raises(TypeError, match=r"'theirs' of the group treetrain\.features .*<class 'dict'>; expected"):
+        tt.TreeEngine(make_model("qwen3"))
+
+    def fails():
+        raise ImportError("no module named theirs")
+
+    installed(fails)
+    with pytest.raises(ImportError) as caught:
+        tt.TreeEngine(make_model("qwen3"))
+    assert "entry point 'theirs' of the group treetrain.features: theirs:Feature" in caught.value.__notes__[0]

@@ -32,6 +32,8 @@ from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.core.tree.trajectory import Trajectory
 
+_LENGTHS = 32, 96
+"""Tokens of the rows that are measured."""
 COMPILATIONS = 64
 """Recompilation limit; PyTorch counts kinds of layers, dtypes and passes with and without gradients together."""
 
@@ -104,6 +106,7 @@ class CompiledFeature(Feature):
         self._wanted = wanted
         self._compiled: dict[nn.Module, Callable[..., object]] = {}
         self._saved: dict[tuple[object, ...], float] = {}
+        """The bytes per token that compiled layers, and what is around them, save for backward."""
 
     def runs(self, model: EngineModel) -> bool:
         """Whether layers run compiled."""
@@ -114,19 +117,43 @@ class CompiledFeature(Feature):
         """Whether layers run compiled and a short row can stand for any; a loss of the routers is over all rows."""
         return self.runs(model) and model.capabilities.scores_tokens and not model.capabilities.auxiliary
 
-    def before_plan(self, model: EngineModel, passes_type: type) -> None:
-        """Measure what compiled layers save for backward, before the first plan that counts on it."""
-        if self.can_warm_up(model):
-            measure(self, model, passes_type)
+    def warm_up(self, model: EngineModel, passes_type: type[ModelPasses], plan: Plan | None) -> float:
+        """Compile what a plan's passes need, or all kinds of passes but those of one token; returns the seconds."""
+        if not self.can_warm_up(model):
+            return 0.0
+        start = time.perf_counter()
+        trains = model.live
+        kinds = {(trains, 2), (False, 2)}
+        if plan is not None:
+            lengths = {min(int(size), 2) for size in plan.sizes}
+            prefills = {min(len(plan.prefill_tokens(number)), 2) for number in range(plan.num_prefills)}
+            scored = lengths if plan.runs_twice.any() or not trains else set[int]()
+            kinds = {(True, size) for size in lengths if trains} | {(False, size) for size in prefills | scored}
+        for graph, size in sorted(kinds, reverse=True):
+            _run(model, passes_type, _LENGTHS[0] if size > 1 else 1, graph=graph)
+        self.before_plan(model, passes_type)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter() - start
+
+    def before_plan(self, model: EngineModel, passes_type: type[ModelPasses]) -> None:
+        """Measure the bytes per token that a pass saves for backward, LM head excluded, once for a dtype.
+
+        Checkpointed layers save their input alone.
+        """
+        if not (self.can_warm_up(model) and model.live) or model.counted is None:
+            return
+        counts = model.counted.counts
+        if counts.checkpointing or self._place(model, counts) in self._saved:
+            return
+        _run(model, passes_type, _LENGTHS[0], graph=True)  # compiles
+        short, long = (_saved_by(model, passes_type, tokens) for tokens in _LENGTHS)
+        self._saved[self._place(model, counts)] = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
 
     def counts(self, model: EngineModel, counts: ModelCounts) -> ModelCounts:
         """Counts with the bytes that compiled layers were measured to save, if they have been."""
         saved = self._saved.get(self._place(model, counts)) if self.runs(model) else None
         return counts if saved is None else counts.saving(saved)
-
-    def set_measured(self, model: EngineModel, counts: ModelCounts, saved_token: float) -> None:
-        """Note the bytes per token that compiled layers, and what is around them, save for backward."""
-        self._saved[self._place(model, counts)] = saved_token
 
     def _place(self, model: EngineModel, counts: ModelCounts) -> tuple[object, ...]:
         """The key of the measured bytes: the device, and by its counts the model, its dtype and checkpointing."""
@@ -136,42 +163,6 @@ class CompiledFeature(Feature):
         self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
         return CompiledLayers(model.model, self._compiled) if self.runs(model) else None
-
-
-_LENGTHS = 32, 96
-"""Tokens of the rows that are measured."""
-
-
-def warm_up(compiled: CompiledFeature, engine: EngineModel, passes_type: type[ModelPasses], plan: Plan | None) -> float:
-    """Compile what a plan's passes need, or all kinds of passes but those of one token; returns the seconds."""
-    start = time.perf_counter()
-    trains = engine.live
-    kinds = {(trains, 2), (False, 2)}
-    if plan is not None:
-        lengths = {min(int(size), 2) for size in plan.sizes}
-        prefills = {min(len(plan.prefill_tokens(number)), 2) for number in range(plan.num_prefills)}
-        scored = lengths if plan.runs_twice.any() or not trains else set[int]()
-        kinds = {(True, size) for size in lengths if trains} | {(False, size) for size in prefills | scored}
-    for graph, size in sorted(kinds, reverse=True):
-        _run(engine, passes_type, _LENGTHS[0] if size > 1 else 1, graph=graph)
-    measure(compiled, engine, passes_type)
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-    return time.perf_counter() - start
-
-
-def measure(compiled: CompiledFeature, engine: EngineModel, passes_type: type[ModelPasses]) -> None:
-    """Measure the bytes per token that a pass saves for backward, LM head excluded, once for a dtype.
-
-    Checkpointed layers save their input alone.
-    """
-    counted = engine.counted
-    if not (engine.live and compiled.can_warm_up(engine)) or counted is None or counted.counts.checkpointing:
-        return
-    if compiled.counts(engine, counted.counts) is counted.counts:
-        _run(engine, passes_type, _LENGTHS[0], graph=True)  # compiles
-        short, long = (_saved_by(engine, passes_type, tokens) for tokens in _LENGTHS)
-        compiled.set_measured(engine, counted.counts, (long - short) / (_LENGTHS[1] - _LENGTHS[0]))
 
 
 def _saved_by(engine: EngineModel, passes_type: type[ModelPasses], tokens: int) -> int:
