@@ -35,7 +35,7 @@ def _ranges(parts: NDArray[np.integer], most: int = 8) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Explained(Purpose):
-    """What a plan was made for, and the plan in words and numbers."""
+    """The costs and the budget of a plan, and the plan in words and numbers."""
 
     cost: CostModel
 

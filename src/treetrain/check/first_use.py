@@ -411,7 +411,7 @@ def _events(model: nn.Module, head: nn.Module, tokens: int, run: Callable[[], ob
 
 
 def _by_token(given: object, tokens: int) -> list[Tensor]:
-    """Of each tensor that has an entry for every token, up to 64 of its numbers, [tokens, 64]."""
+    """Up to 64 numbers, [tokens, 64], of each tensor that has an entry for every token."""
     if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 1:
         if given.shape[:2] != (1, tokens) or given.dim() < 3:
             return []

@@ -181,7 +181,7 @@ def _words(path: str) -> list[str]:
 
 
 LORA_NAMES = {"rank": "r", "lora_r": "r", "alpha": "lora_alpha"}
-"""What options of LoRA are called elsewhere, and by peft."""
+"""Names of LoRA options elsewhere, and in peft."""
 
 
 def _adapter(options: "dict[str, Json]") -> "LoraConfig":

@@ -73,7 +73,7 @@ RENDER_SECONDS = 10
 RENDER_BYTES = 1 << 30
 """A chat template that takes more memory for one conversation is refused."""
 EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")
-"""What templates write in place of thinking that a message does not have."""
+"""Texts that templates write in place of thinking that a message does not have."""
 
 # Token ids of a text, and the character offsets where each token starts and ends.
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
@@ -117,7 +117,7 @@ class Conversation:
     calls: dict[int, dict[str, Json]] | None
     """The numbers of the answers that are rows by themselves, and the facts of these; None: there is one row."""
     requests: list[Request]
-    """What is rendered: the conversation, or for every call what it had said in the end and its prompt."""
+    """The renderings: the conversation, or for every call what it had said in the end and its prompt."""
 
     size: int
     """About the number of characters of its renderings."""
@@ -573,7 +573,7 @@ class Renderer:
             raise _not_rendered(error, request) from error
 
     def request(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> Request:
-        """What `render` is asked for. Raises DataError if there is no template."""
+        """The arguments of `render`. Raises DataError if there is no template."""
         if not self.source:
             raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
         options = {"chat_template": self.template, "add_generation_prompt": prompt, "tokenize": False}

@@ -179,7 +179,7 @@ class _Child:
         _send(self._asks, data)
 
     def answer(self) -> Any:
-        """What the next call returned, or an exception in place of what it raised."""
+        """The result of the next call, or an exception in place of what it raised."""
         is_value, value = _receive(self._file)
         if is_value:
             return value

@@ -294,7 +294,7 @@ def _mapped(record: Record, map: Mapping[str, str], notes: Notes) -> Record:
 
 @dataclasses.dataclass(slots=True)
 class _Found:
-    """What was read of a record."""
+    """A record as it was read."""
 
     place: str
     rows: Sequence[Trajectory | ChatRow | Conversation] | DataError

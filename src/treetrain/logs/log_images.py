@@ -34,7 +34,7 @@ BESIDE = {
 }
 """Fields of an image's part that say nothing on where the image is, if one of the others does."""
 TYPES = ("attention_mask", "token_type_ids", "mm_token_type_ids")
-"""What a processor says of tokens."""
+"""A processor's facts of tokens."""
 
 
 class PlacedImage(NamedTuple):
@@ -42,7 +42,7 @@ class PlacedImage(NamedTuple):
 
     text: str
     tiles: tuple[Image, ...]
-    """What `Trajectory` takes for it: one image, or its tiles where the processor cuts it."""
+    """The images that `Trajectory` takes for it: one image, or its tiles where the processor cuts it."""
 
 
 class Renders(Protocol):

@@ -223,7 +223,7 @@ def _with_weight(message: Record, where: str, notes: Notes) -> Message:
 
 
 def _content(message: Record, where: str) -> list[Json]:
-    """What a message says, as a list of parts; a text is one part."""
+    """The contents of a message as a list of parts; a text is one part."""
     content = next((message[name] for name in CONTENT_KEYS if message.get(name) is not None), "")
     if message.keys().isdisjoint((*CONTENT_KEYS, *REASONING_KEYS, "tool_calls", "function_call")):
         known = (*MESSAGE_KEYS, *FINISH_KEYS, "id", "type", "model")  # a table drops a `content` that is null

@@ -87,7 +87,7 @@ class Place(NamedTuple):
     """A value in the text."""
 
     number: int
-    """Of the value."""
+    """The number of the value."""
     start: int
     end: int
     """Its characters [start, end)."""
@@ -110,7 +110,7 @@ class Found(NamedTuple):
     """The messages of a conversation in its rendering."""
 
     spans: list[Span]
-    """Of the answers, in the order of the text."""
+    """The spans of the answers, in the order of the text."""
     dropped: dict[int, set[str]]
     """For every message the parts of which a value is not in the text."""
 

@@ -20,7 +20,7 @@ from treetrain.core.tree.layout import AttentionRange, PackedLayout
 from treetrain.layers.recurrence.paths import Paths, Rule
 
 Tallied = str | tuple[str, AttentionRange]
-"""What is summed up: a name, or FLOPs of attention with the range that its layer sees."""
+"""The key of a sum: a name, or FLOPs of attention with the range that its layer sees."""
 
 
 class CountStorages(TorchDispatchMode):

@@ -15,7 +15,7 @@ from treetrain.shapes import ModelShape
 
 
 class FlopCounter(Protocol):
-    """A model's FLOP counts, for the FLOP speed-ups; `planning.cost.ModelCounts` implements it."""
+    """A model's FLOP counts, for the FLOP speed-ups; `core.planning.cost.ModelCounts` implements it."""
 
     @property
     def attention_ranges(self) -> tuple[AttentionRange, ...]:

@@ -349,7 +349,7 @@ class _Times(NamedTuple):
     busy: float
     """With links within layers."""
     outside: float
-    """What links add for weights and gradients, beside the passes."""
+    """Seconds that links add for weights and gradients, beside the passes."""
 
 
 def _times(

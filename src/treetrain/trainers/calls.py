@@ -28,7 +28,7 @@ MEDIA = ("pixel_", "image_", "video_", "input_features", "audio_")
 
 
 class Asks(Enum):
-    """What a call asks a model for."""
+    """The kinds of answers that a call may ask a model for."""
 
     SCORES = "the scores of labels"
     """A tree answers it."""

@@ -86,7 +86,7 @@ T = TypeVar("T")
 
 
 class Promise(Enum):
-    """What `SafeCheckpointsMixin` promises of a run."""
+    """The promises of `SafeCheckpointsMixin` for a run."""
 
     WHOLE = "a checkpoint is complete or not there"
     EXACT = "a resumed run is bit-identical"

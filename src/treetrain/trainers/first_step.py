@@ -210,7 +210,7 @@ def _all_labelled(question: Question, model: nn.Module) -> Question:
 
 
 class Run(NamedTuple):
-    """What one side computes for a sample."""
+    """The results of one side for a sample."""
 
     scores: Tensor | None
     """Log-probabilities [B, L - 1], 0 where nothing is predicted, or rewards; None if the model gives none."""
@@ -219,7 +219,7 @@ class Run(NamedTuple):
     gradients: list[Tensor]
     """A sketch for each parameter: of the loss, or of a random sum of the scores."""
     seconds: float | None = None
-    """Of forward and backward, if they were timed."""
+    """Seconds of forward and backward, if they were timed."""
 
 
 def run(sample: Sample, *, timed: bool = True) -> tuple[Run, list[Run]]:

@@ -63,13 +63,13 @@ class Answer(NamedTuple):
 
     asked: Question
     scored: "Scored"
-    """Of a tree, which may hold rows of other micro-batches too."""
+    """The score of a tree, which may hold rows of other micro-batches too."""
     own: slice
     """The rows of this call among those of the tree."""
     keep: Callable[[Tensor], Tensor]
     """Ties a value that is computed from the scores to their tree, until a backward comes."""
     coefficient: float
-    """Of the routers' auxiliary loss."""
+    """The coefficient of the routers' auxiliary loss."""
 
     def batch(self, values: Sequence[Tensor] | None) -> Tensor | None:
         """Values of the tree's rows, as [B, L - 1] for the rows of this call."""
@@ -96,7 +96,7 @@ class Answer(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What the first step compares of the plain model's output."""
+    """The parts of the plain model's output that the first step compares."""
 
     scores: Tensor | None
     """Log-probabilities [B, L - 1], 0 where nothing is predicted, or rewards [B, c]; None if the model gives none."""
@@ -108,7 +108,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Output(ABC):
-    """What a trainer reads of its model's output; this class is what all kinds have in common."""
+    """A kind of output that a trainer reads of its model; this class has what all kinds share."""
 
     temperature: float = 1.0
     """Divides the logits before the softmax."""
@@ -126,7 +126,7 @@ class Output(ABC):
 
     @abstractmethod
     def cases(self, call: Call) -> Sequence[tuple[object, Asks]]:
-        """What a call asks for: the first case that holds. If none does, it asks for the model's own output."""
+        """The first case that holds for a call. If none does, the call asks for the model's own output."""
 
     def asks(self, call: Call) -> Asks:
         """Tell what a call asks the model for."""
@@ -202,7 +202,7 @@ class FusedOutput(Output):
 
     trainers = FUSED_TRAINERS
     outputs: tuple[str, ...] = ("log_probs",)
-    """What it computes, of `FUSED_OUTPUTS`."""
+    """The outputs that it computes, among `FUSED_OUTPUTS`."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "FusedOutput":

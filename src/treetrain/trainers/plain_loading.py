@@ -29,7 +29,7 @@ OF_METADATA = {
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
     *(("torch", "Size"), ("torch.serialization", "_get_layout")),
 }
-"""What `.metadata` names: classes of plain data. Beside these, dtypes."""
+"""Classes of plain data that `.metadata` may name. Beside these, dtypes."""
 
 
 @contextmanager

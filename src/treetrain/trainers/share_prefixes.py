@@ -173,7 +173,7 @@ class PrefixSharing:
         models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
         models = [trainer.accelerator.unwrap_model(model) for model in models]
         self.outputs: dict[nn.Module, Output] = {model: kind.of(model) for model in models}
-        """What the trainer asks each of its models for."""
+        """The kind of output that the trainer reads of each of its models."""
         self.output = self.outputs[models[0]]
         self.steps = StepScores(trainer, functools.partial(self.output.rows, model=self.model))
         for model, output in self.outputs.items():

@@ -445,7 +445,7 @@ class TreeEngine:
         return total / normaliser, sums
 
     def _balance_of(self, tree: TokenTree) -> StepBalance | None:
-        """What special layers must know of all tokens of a step; a collective call."""
+        """The balance of special layers over all tokens of a step; a collective call."""
         return None
 
     # ---- scores

@@ -84,10 +84,10 @@ class ModelState(NamedTuple):
     settings: dict[tuple[int, str], object]
     """The other numbers, strings and flags that passes may read."""
     checked: dict[tuple[int, str], object]
-    """What checks alone read, such as the kinds of the weights."""
+    """Facts that checks alone read, such as the kinds of the weights."""
     code: dict[tuple[int, str], object]
-    """What runs: classes and their forwards, forwards of instances, submodules, functions such as activations, and
-    hooks. A hook that is set anew has another number. `HARMLESS_HOOKS` are left out."""
+    """The code that runs: classes and their forwards, forwards of instances, submodules, functions such as activations,
+    and hooks. A hook that is set anew has another number. `HARMLESS_HOOKS` are left out."""
     tensors: dict[tuple[int, str], tuple[Any, ...]]
     """Where buffers are, and tensors that are plain attributes or stand in lists: a dictionary, and keys to follow. The
     tensors there may be others by now, so that a state keeps none alive."""
@@ -448,7 +448,7 @@ class Sharing:
         """Drop gradients that are not reduced yet: the next reduction would add them to another step."""
 
     def why_not_live(self) -> str | None:
-        """What gradients through autograd would do wrong, after "they would"; None if nothing."""
+        """The fault of gradients through autograd, in words that follow "they would"; None if there is none."""
         return None
 
     def rows_of_all_ranks(
@@ -479,7 +479,7 @@ class Sharing:
 
 
 class StepBalance(Protocol):
-    """What a loss over all tokens of a step must know of the tokens in other calls."""
+    """The facts that a loss over all tokens of a step needs of the tokens in other calls."""
 
     def compared(self) -> object:
         """The part that all ranks must agree on."""
@@ -583,7 +583,7 @@ class EngineModel:
         """Bytes that plans of the current call may use; ranks that run the same plan agree on them. None with a budget
         in bytes."""
         self.beside: Beside | UnsupportedModel | None
-        """What the current call needs besides its parts, if anything; an error if that cannot be counted."""
+        """Memory that the current call needs besides its parts, if any; an error if that cannot be counted."""
         self.capabilities = self._all = self.check()
         """The part of the model's capabilities that the current call asks for."""
 

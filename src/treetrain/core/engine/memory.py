@@ -53,7 +53,7 @@ def _control_groups(listing: str) -> list[Path]:
 
 
 def _left(group: Path, free: int, total: int) -> int:
-    """What a control group leaves of free memory: its limit minus its use, without inactive file cache."""
+    """Free memory that a control group leaves: its limit minus its use, without inactive file cache."""
     for limit_name, use_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

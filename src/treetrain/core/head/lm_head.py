@@ -77,7 +77,7 @@ class Scores:
     """The fused loss: the log-probabilities times known coefficients."""
     values: Float[Tensor, " R *c"] | None = None
     carrier: Tensor | None = None
-    """What the model returned in place of logits, if hooks on its output must run in every backward (FSDP2's do).
+    """The output of the model in place of logits, if hooks on its output must run in every backward (FSDP2's do).
     Backward then also starts from it, with zeros."""
     statistics: Statistics | None = None
 
@@ -343,7 +343,7 @@ def scoring_head(capabilities: Capabilities, edges: Edges, request: ScoreRequest
 
 
 def _carrier(scores: Scores, tokens: int, capabilities: Capabilities, request: ScoreRequest) -> Tensor:
-    """What the model gets in place of logits: numbers by which `check_head` knows that it returned them unchanged."""
+    """Numbers that the model gets in place of logits; `check_head` knows by them that it returned them unchanged."""
     if capabilities.scores_tokens:
         carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
         carrier = carrier.clone() if request.reaches_all_weights else carrier  # a hook would not follow a view
@@ -542,7 +542,7 @@ class HeadKernels:
 
     @property
     def setting(self) -> str | None:
-        """What the user has chosen, where there is a choice."""
+        """The user's choice, where there is one."""
         return None
 
     def chunk_type(

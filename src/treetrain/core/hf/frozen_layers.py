@@ -5,7 +5,7 @@ from torch import nn
 from treetrain.core.hf.capability import Capabilities, causal_lm
 
 LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f")
-"""What models call the norm after their layers."""
+"""Names of the norm after the layers."""
 
 
 def decoder_layers(decoder: nn.Module, number: int) -> tuple[nn.Module, list[nn.Module]]:

@@ -228,7 +228,7 @@ class PartBytes(NamedTuple):
     graph: Floats
     """Saved for backward by the part."""
     beside: Floats
-    """What is left for graphs of other parts while the part runs; below 0 if the part does not fit."""
+    """Room for graphs of other parts while the part runs; below 0 if the part does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +242,7 @@ class CostModel:
     links: Links | None = None
     """The seconds in which FSDP2 gathers weights and reduces gradients; None if every rank holds them whole."""
     beside: Beside | None = None
-    """What the step at hand needs besides its parts, if anything; its seconds are the same under every plan."""
+    """Memory that the step at hand needs besides its parts, if any; its seconds are the same under every plan."""
 
     @classmethod
     def from_shape(

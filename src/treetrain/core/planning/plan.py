@@ -74,7 +74,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose:
-    """What a plan was made for."""
+    """The costs and the budget that a plan was made for."""
 
     cost: Costs
     budget: int | Bytes | None

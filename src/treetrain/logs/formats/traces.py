@@ -250,7 +250,7 @@ class Log:
     """Where a tracing tool keeps its LLM calls; every field but `calls` is a path or several, of which one is there."""
 
     kind: str = ""
-    """What says that an entry is a call; without it, all entries below the record are."""
+    """A field that says that an entry is a call; without it, all entries below the record are."""
     calls: str = ""
     """The values of `kind` that LLM calls have, as a regular expression."""
     below: str = ""

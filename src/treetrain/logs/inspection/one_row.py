@@ -16,7 +16,7 @@ class OneRow:
     """Keeps one row. Pass it to `tt.load` as `collect`; the notes are then on the row's record."""
 
     number: int
-    """Of the row, counted from 1."""
+    """The number of the row, counted from 1."""
     apart = True
     """`tt.load` keeps the notes of records apart."""
 
@@ -36,7 +36,7 @@ def facts_of(row: Trajectory) -> dict[str, object]:
 
 
 def notes_on(row: Trajectory) -> list[str]:
-    """What to know of the row that its record does not say."""
+    """Facts of the row that its record does not say."""
     rejected = "the answer is rejected (chosen False): the loss sft refuses the row, dpo makes the answer less likely"
     return [rejected] if row.chosen is False else []
 

@@ -61,7 +61,7 @@ class Prepared:
         self.start = [0] * len(self.ids)
         """Tokens of a row before its first one here; less than 0 if the beginning was put back."""
         self.places: list[Place] = []
-        """What is repaired here, with the rows to show for it."""
+        """Differences repaired here, with the rows to show for them."""
         self._words: dict[int, str] = {}
         self._ends: dict[int, list[int]] = {}
         self.fronted: dict[int, Ids] = {}
@@ -85,7 +85,7 @@ class Prepared:
         self.tools: dict[int, tuple[int, int]] = {}
         """First token of the tools and one past the last."""
         self.tool_names: dict[int, frozenset[str]] = {}
-        """What they are called."""
+        """The names of the tools."""
         self.unsorted: dict[int, Tools] = {}
         """The tools of rows that have them in another order."""
         if tokenizer is not None:

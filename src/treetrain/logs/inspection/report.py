@@ -55,7 +55,7 @@ class Inspection:
     """The rows as one batch."""
     stats: TreeStats
     remarks: Sequence[tuple[str, ...]] = ()
-    """What was said of each row's record; empty if that is not known."""
+    """Remarks on each row's record; empty if the records are not known."""
     sampled: float = 1.0
     """Share of the groups in the files that the rows are; 1 for all."""
     longest_rows: float
@@ -106,7 +106,7 @@ class Inspection:
         return f"Train as a tree: {answer}, {here:.2f}x against {way}, assuming {assumed}{fix}."
 
     def batch_words(self) -> tuple[str, dict[str, str]]:
-        """What the batches are, and the speed-up in each order over the cheapest way, in a few words."""
+        """The batches, and the speed-up in each order over the cheapest way, in a few words."""
         names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
         if self.batch_size is None:
             names["grouped"] = "in whole groups"

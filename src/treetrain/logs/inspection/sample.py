@@ -51,7 +51,7 @@ class Sampler:
         self._threshold = HASHES
         self._prefix = 0  # leading tokens that make rows without group and episode one group
         self.remarks: list[tuple[str, ...]] = []
-        """What was said of the record of each row that is kept."""
+        """Remarks on the record of each row that is kept."""
         self._said: tuple[str, ...] = ()
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._asked = self._read = 0  # rows, before they are converted and after: a conversation has several calls

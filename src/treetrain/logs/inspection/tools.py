@@ -16,7 +16,7 @@ import numpy as np
 from treetrain.logs.inspection.alignment import Ids
 
 TOOL = re.compile(r'"(?:parameters|properties|description|function|input_schema)"')
-"""What the schema of a tool holds."""
+"""The contents of a tool's schema."""
 BETWEEN = 8
 """Most characters between two tools of a list."""
 
