@@ -2,6 +2,7 @@
 
 import bz2
 import collections
+import gc
 import gzip
 import io
 import json
@@ -13,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ import pytest
 
 import treetrain as tt
 from treetrain.core.errors import DataError
-from treetrain.logs import chat, files, records
+from treetrain.logs import chat, files, killable, records
 from treetrain.logs.killable import ChildError, Killable
 from treetrain.logs.load import load
 
@@ -301,6 +303,7 @@ def test_offsets_beyond_their_buffer_are_refused_before_they_are_read(tmp_path):
 
 CORRUPT = """
 import sys
+import threading
 import numpy as np
 from pathlib import Path
 import treetrain as tt
@@ -562,6 +565,43 @@ def test_threads_share_a_process():
     calls = Killable(lambda number: number + 1, 1 << 28)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda number: calls(10, number), range(200))) == list(range(1, 201))
+
+
+class WaitsInOthers:
+    """Something of the main thread that a forked child, which clears that thread's state, would wait for for ever."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+
+    def __del__(self) -> None:
+        while os.getpid() != self.owner:
+            signal.pause()
+
+
+def test_a_process_that_does_not_start_is_ended_and_said(monkeypatch):
+    monkeypatch.setattr(killable, "START_SECONDS", 0.3)
+    calls = Killable(lambda number: number + 1, 1 << 28)
+    state = threading.local()
+    state.held = WaitsInOthers()
+    with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
+        said = pool.submit(pytest.raises, RuntimeError, calls, 10, 1).result()
+    said.match(r"a process forked from thread 'reader_0' has not started within 0\.3 s: .* in the main thread")
+    assert calls(10, 1) == 2  # which is this one
+    del state.held
+
+
+def test_a_process_collects_no_garbage_of_its_owner():
+    def collect() -> int:
+        return gc.collect()
+
+    gc.disable()  # or the owner collects it
+    try:
+        holds = WaitsInOthers()
+        holds.itself = holds  # type: ignore[attr-defined]
+        del holds
+        assert Killable(collect, 1 << 28)(2.0) >= 0
+    finally:
+        gc.enable()
 
 
 NESTED = (

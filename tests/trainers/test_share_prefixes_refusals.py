@@ -127,6 +127,8 @@ def test_a_model_that_is_sharded_before_the_call_is_refused(tmp_path):
             tt.share_prefixes(trainer)
     finally:
         dist.destroy_process_group()
+        # It holds the group: a fork in another thread, which clears the main thread's state, would end it for ever.
+        torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
 
 
 def test_a_model_that_is_made_or_replaced_later_is_refused(tmp_path):

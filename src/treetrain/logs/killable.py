@@ -6,12 +6,16 @@ an alarm of the system ends after some time, and whose address space is limited.
 tokenizer already, and starts in milliseconds. It serves until its owner is gone. It is asked over a pipe: for one call
 at a time, which both processes wait for, or for many, which it makes while its owner uses the first of them.
 
-The child only computes text: it never touches what does not survive a fork (threads of OpenMP, a GPU).
+The child only computes text: it never touches what does not survive a fork (threads of OpenMP, a GPU), and collects no
+garbage of its owner, whose finalizers may wait for such threads. Python itself clears the states of other threads in a
+forked child; where one of them ends a process group of PyTorch, the child waits for ever. It is killed then.
 """
 
 import contextlib
+import gc
 import os
 import pickle
+import select
 import signal
 import struct
 import sys
@@ -30,6 +34,8 @@ Result = TypeVar("Result")
 Groups = Sequence[Sequence[tuple[Any, ...]]]
 _SIZE = struct.Struct("<Q")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
+START_SECONDS = 30.0
+_STARTED = b"1"
 
 
 class ChildError(Exception):
@@ -66,6 +72,7 @@ class Killable(Generic[Result]):
             TimeoutError: it takes longer than `seconds`; 0 lets it take any time.
             MemoryError: it takes more memory than it may.
             ChildError: it raised something else.
+            RuntimeError: the process does not start.
         """
         (answers,) = self.map(seconds, [[args]])
         try:
@@ -174,6 +181,16 @@ class _Child:
         os.close(writing)
         self._file = open(self._answers, "rb")  # noqa: SIM115  # closed by _end
         self._gone = weakref.finalize(self, _end, self.owner, self._pid, self._asks, self._file)
+        start = select.poll()
+        start.register(self._answers, select.POLLIN)
+        if not start.poll(START_SECONDS * 1000):
+            self.end()
+            raise RuntimeError(
+                f"a process forked from thread {threading.current_thread().name!r} has not started within "
+                f"{START_SECONDS:g} s: what other threads hold does not survive a fork; read rows and render chats in "
+                "the main thread, or before a process group is made"
+            )
+        self._file.read(len(_STARTED))
 
     def send(self, data: bytes) -> None:
         _send(self._asks, data)
@@ -207,6 +224,8 @@ def _end(owner: int, pid: int, asks: int, file: IO[bytes]) -> int:
 def _serve(function: Callable[..., Any], memory: int, reading: int, writing: int) -> NoReturn:
     """The loop of the child, until nobody asks any more."""
     try:
+        gc.freeze()
+        os.write(writing, _STARTED)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
