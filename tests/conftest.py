@@ -74,7 +74,7 @@ def first_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """`make test` does not compare the thousands of small models of the other tests; `make test-full` compares all."""
     fast = request.config.option.markexpr == "not slow"
     if fast and not {*request.path.parts} & {*COMPARED} and "treetrain.engine" in sys.modules:
-        monkeypatch.setattr("treetrain.check.first_use.compare_first_use", lambda engine, tree: None)
+        monkeypatch.setattr("treetrain.check.first_use.compare_first_use", lambda engine, call, tree: None)
 
 
 @pytest.fixture(autouse=True, scope="session")

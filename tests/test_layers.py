@@ -21,6 +21,7 @@ LAYERS = (
     "registry",
     "check.first_use",
     "check.kept_activations",
+    "check.stock",
     "check.row_scores",
     "losses",
     "logs",

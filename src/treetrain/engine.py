@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from treetrain.core.engine import engine as core
-from treetrain.core.engine.engine_model import Sharing
+from treetrain.core.engine.engine_model import Call, Sharing
 from treetrain.core.engine.executor import Executor
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.tree_mode import instance_of
@@ -135,10 +135,10 @@ class TreeEngine(core.TreeEngine):
         Raises:
             UnsupportedModel: the model would not be exact on a tree.
         """
-        model, compiled = self.prepared, instance_of(CompiledFeature, self.prepared.registry.features)
+        compiled = instance_of(CompiledFeature, self.prepared.registry.features)
         with self.sharing.passes_with.together("warm_up"):
-            model.capabilities = model.check()
-            return 0.0 if compiled is None else compiled.warm_up(model, self.passes_type, plan)
+            call = self.prepared.call()
+            return 0.0 if compiled is None else compiled.warm_up(call, self.passes_type, plan)
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> "RouterBalance":
         """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.
@@ -148,31 +148,28 @@ class TreeEngine(core.TreeEngine):
         """
         from treetrain.layers.experts.experts import Experts
 
-        model, ranks = self.prepared, self.ranks
+        ranks = self.ranks
         with ranks.together("router_balance"):
-            model.capabilities = model.check()
+            call = self.prepared.call()
             tree = self.tree_of(trajectories)
-            self._check_tree(tree)
-            if experts_of(model.capabilities) is None:
+            self._before_plan(call, tree)
+            if experts_of(call.capabilities) is None:
                 raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
             layout = pack(tree, trim=False)
-            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
-            plan = self.plan_of(layout)
+            call.free = self.sharing.agree_on_plan(ranks, layout, call.free)
+            plan = self.plan_of(call, layout)
             ranks.exchange(None)  # all ranks have a plan, or none runs a pass
-            for attempt in model.tries(plan):
+            for attempt in call.tries(plan):
                 with attempt:
-                    extensions = model.extensions(tree, balanced=True)
-                    passes = self.passes_type(model, extensions, attempt.counts, None)
+                    extensions = call.extensions(tree, balanced=True)
+                    passes = self.passes_type(call, extensions, attempt.counts, None)
                     Executor(attempt.plan, passes, gradients=False).score()
             own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
             balances = ranks.per_data_rank(ranks.exchange(own))
-        return functools.reduce(operator.add, balances).to(model.device)
+        return functools.reduce(operator.add, balances).to(call.device)
 
     def _balance_of(self, tree: TokenTree) -> "RouterBalance":
-        asked = self.prepared.capabilities  # of the step: `router_balance` is a call by itself, which asks for its own
-        balance = self.router_balance(tree)
-        self.prepared.capabilities = asked
-        return balance
+        return self.router_balance(tree)
 
     def _with_images(
         self, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]
@@ -181,9 +178,9 @@ class TreeEngine(core.TreeEngine):
 
         return with_images(self.model, rows, images)
 
-    def _compare_first_use(self, tree: TokenTree) -> None:
+    def _compare_first_use(self, call: Call, tree: TokenTree) -> None:
         """Compare the model, in a state of classes, forwards and hooks that is new, with its rows one by one."""
         if self.check and tree.num_tokens:
             from treetrain.check.first_use import compare_first_use
 
-            compare_first_use(self, tree)
+            compare_first_use(self, call, tree)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from treetrain.core.planning.cost import CostModel
 from treetrain.core.planning.partition import partition
-from treetrain.core.planning.plan import Bytes, Plan, Purpose, heights
+from treetrain.core.planning.plan import Bytes, Plan, Purpose, segment_heights
 
 
 def _kept_graphs(plan: Plan) -> str:
@@ -42,7 +42,7 @@ class Explained(Purpose):
     def explanation(self, plan: Plan) -> dict[str, Any]:
         """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
         by = self.cost.seconds_by(plan)
-        longest = int(heights(plan.layout).max(initial=0))
+        longest = int(segment_heights(plan.layout).max(initial=0))
         return {
             "budget_tokens": self.tokens,
             "tokens": plan.layout.num_tokens,

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 from torch import nn
 
-from treetrain.core.engine.engine_model import EngineModel, Feature, Registry, StepBalance
+from treetrain.core.engine.engine_model import Call, Feature, Registry, StepBalance
 from treetrain.core.engine.extension import Extension
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.tree_mode import instance_of
@@ -40,16 +40,16 @@ class ExpertsFeature(Feature):
 
     takes = frozenset({"experts"})
 
-    def check_rows(self, model: EngineModel, tree: TokenTree) -> None:
+    def check_rows(self, call: Call, tree: TokenTree) -> None:
         if tree.experts is not None:
             from treetrain.layers.experts.experts import check_recorded
 
-            check_recorded(tree, experts_of(model.capabilities))
+            check_recorded(tree, experts_of(call.capabilities))
 
     def extension(
-        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+        self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
-        experts = experts_of(model.capabilities)
+        experts = experts_of(call.capabilities)
         if experts is None:
             return None
         from treetrain.layers.experts.experts import Experts, RouterBalance, has_work
@@ -57,20 +57,20 @@ class ExpertsFeature(Feature):
         if not has_work(experts, tree, balanced=balanced):
             return None
         assert balance is None or isinstance(balance, RouterBalance)
-        return Experts(model.model, experts, tree, model.device, balanced=balanced, whole=balance, scale=scale)
+        return Experts(call.model, experts, tree, call.device, balanced=balanced, whole=balance, scale=scale)
 
 
 class RecurrenceFeature(Feature):
     """Recurrent layers, whose states follow the tree."""
 
     def extension(
-        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+        self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
-        if instance_of(RecurrentLayers, model.capabilities.special) is None:
+        if instance_of(RecurrentLayers, call.capabilities.special) is None:
             return None
         from treetrain.layers.recurrence.recurrence import Recurrence
 
-        return Recurrence(model.model, model.may_need_gradients)
+        return Recurrence(call.model, call.prepared.may_need_gradients)
 
 
 class ImagesFeature(Feature):
@@ -79,28 +79,28 @@ class ImagesFeature(Feature):
     takes = frozenset({"images"})
     within_sharing = True  # the gradients that it adds are reduced, and seen by hooks, around it
 
-    def check_rows(self, model: EngineModel, tree: TokenTree) -> None:
+    def check_rows(self, call: Call, tree: TokenTree) -> None:
         if tree.images is None:
             return
         from treetrain.layers.images.encoders import check_images
         from treetrain.models.encoder_memory import encoder_memory
 
-        check_images(model.model, tree)
-        model.beside = encoder_memory(model.model, tree.images.distinct)
-        if model.sharing.collective or not model.sharing.passes_with.alone:
+        check_images(call.model, tree)
+        call.beside = encoder_memory(call.model, tree.images.distinct)
+        if call.sharing.collective or not call.sharing.passes_with.alone:
             raise UnsupportedModel(
                 "rows with images on a model that processes divide among them (FSDP2, ZeRO-3, tensor or context "
                 "parallel) have not been verified: use one process, DistributedDataParallel, or ZeRO-1 or 2"
             )
 
     def extension(
-        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+        self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
         if tree.images is None:
             return None
         from treetrain.layers.images.images import Images
 
-        return Images(model.model, tree)
+        return Images(call.model, tree)
 
 
 class KeptActivationsFeature(Feature):
@@ -109,13 +109,13 @@ class KeptActivationsFeature(Feature):
     within_sharing = True
 
     def extension(
-        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+        self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
-        if not (model.live and model.hooked):
+        if not (call.prepared.live and call.prepared.hooked):
             return None
         from treetrain.check.kept_activations import KeptActivations
 
-        return KeptActivations(model.model, model.hooked)
+        return KeptActivations(call.model, call.prepared.hooked)
 
 
 @cache

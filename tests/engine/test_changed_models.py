@@ -7,11 +7,11 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
-from support.plans import planned
+from support.plans import calls_answer, planned
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.core.engine.deferred import DeferredGradient
-from treetrain.core.engine.engine_model import _checksum
+from treetrain.core.engine.model_state import _checksum
 from treetrain.core.errors import UnsupportedModel
 
 ROWS = [[1, 2, 3, 4, 20, 21], [1, 2, 3, 4, 20, 22, 23], [1, 2, 25], [30, 31]]
@@ -28,7 +28,7 @@ def recomputing(model, **options):
     """An engine whose parts run again in backward."""
 
     engine = planned("chunks of 2", "all")(model, **options)
-    engine.prepared.plan_keeping_graphs = lambda plan: None
+    calls_answer(engine, plan_keeping_graphs=lambda plan: None)
     return engine
 
 

@@ -122,8 +122,9 @@ def peak_and_cache(model: nn.Module, layout, plan) -> tuple[int, int]:
     with CountStorages() as meter:
         table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
         engine, gradients = tt.TreeEngine(model), KnownGradients(table, torch.ones(layout.num_edges))
-        extensions = engine.prepared.extensions(tt.build_tree([[0]]), balanced=False)
-        passes = ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients)
+        call = engine.prepared.call()
+        extensions = call.extensions(tt.build_tree([[0]]), balanced=False)
+        passes = ModelPasses(call, extensions, PassCounts(), table, gradients)
         executor = Executor(plan, passes, gradients=True)
         states = [x._states for x in extensions if isinstance(x, Recurrence)]
         executor.train()
@@ -184,8 +185,9 @@ def saved_per_token(model: nn.Module) -> float:
     for tokens in (64, 192):
         layout = pack(tt.build_tree([np.arange(tokens) % 30]), np.arange(tokens) == tokens - 1)
         engine, kept = tt.TreeEngine(model), {}
-        extensions = engine.prepared.extensions(tt.build_tree([[0]]), balanced=False)
-        passes = ModelPasses(engine.prepared, extensions, PassCounts(), None)
+        call = engine.prepared.call()
+        extensions = call.extensions(tt.build_tree([[0]]), balanced=False)
+        passes = ModelPasses(call, extensions, PassCounts(), None)
         everything = np.arange(layout.num_tokens)
         part = Part(cut(layout, everything), everything, -1, None, graph=True)
 

@@ -433,9 +433,9 @@ def compared(monkeypatch) -> list[nn.Module]:
     """The models that are compared with their rows."""
     plain, models = first_use._compare, []
 
-    def compare(engine):
+    def compare(engine, call):
         models.append(engine.model)
-        return plain(engine)
+        return plain(engine, call)
 
     monkeypatch.setattr(first_use, "_compare", compare)
     return models

@@ -21,7 +21,7 @@ from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import VOCAB, forests, runs, seeded
 from treetrain.core.attention.kv_cache import _Attend
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.frozen_layers import frozen_layers
 from treetrain.layers.finders import check_model
@@ -62,7 +62,7 @@ def by_step(model: nn.Module, rows: Any, engine: Any) -> Tensor:
 
 def by_score(model: nn.Module, rows: Any, engine: Any, graphs: str = "kept") -> Tensor:
     """The gradient by `TreeEngine.score`; `graphs` says how many of them are kept."""
-    with mock.patch.object(EngineModel, "plan_keeping_graphs", lambda _self, plan: keeping_graphs(graphs)(plan)):
+    with mock.patch.object(Call, "plan_keeping_graphs", lambda _self, plan: keeping_graphs(graphs)(plan)):
         scored = engine(model).score(rows)
         loss_of(scored.logprobs).backward()
         scored.backward()

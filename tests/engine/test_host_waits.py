@@ -114,7 +114,7 @@ def on_meta() -> Iterator[None]:
         replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
         replace(engine_model, "free_bytes", lambda device: 1 << 40)
         # Once for a model, before its first step: the comparison with its rows one by one.
-        replace(first_use, "compare_first_use", lambda engine, tree: None)
+        replace(first_use, "compare_first_use", lambda engine, call, tree: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)
         replace(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)

@@ -13,7 +13,7 @@ import treetrain as tt
 from support.cases import OTHERS
 from support.models import MAMBA, make_model, needs_transformers
 from support.passes import cache_bytes
-from support.plans import KEEPS, SHAPES, planned
+from support.plans import KEEPS, SHAPES, calls_answer, planned
 from support.stand_in import StandIn
 from treetrain.check import linear
 from treetrain.check.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
@@ -184,7 +184,7 @@ def test_a_score_holds_no_states_of_a_run_that_is_over(monkeypatch):
 
     monkeypatch.setattr("treetrain.layers.recurrence.recurrence.StateCache", Watched)
     engine = tt.TreeEngine(make_model("qwen3_5_deep"), budget=4, check=False)
-    engine.prepared.plan_keeping_graphs = lambda plan: None  # no graph is kept
+    calls_answer(engine, plan_keeping_graphs=lambda plan: None)  # no graph is kept
     scored = engine.score([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9]])
     assert scored.plan.scores_first == "recomputed" and scored.parts > 1
     gc.collect()

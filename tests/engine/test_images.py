@@ -30,7 +30,7 @@ from support.models import make_model
 from support.plans import KEEPS, SHAPES, keeping_graphs, on_plan, planned
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.engine.model_passes import ModelPasses
 from treetrain.core.tree.images import SIZES
 from treetrain.layers.images.encoders import arguments_of, encoder_modules, image_encoder, path_positions
@@ -146,7 +146,7 @@ def test_plans_of_every_shape_are_exact(name, shape, keep):
     with PureFloat64():
         check(by_step(model, rows_of(name), engine), loss, gradient)
         graphs = {"none": "recomputed", "all": "kept", "mixed": "partly"}[keep]
-        with mock.patch.object(EngineModel, "plan_keeping_graphs", lambda _self, plan: keeping_graphs(graphs)(plan)):
+        with mock.patch.object(Call, "plan_keeping_graphs", lambda _self, plan: keeping_graphs(graphs)(plan)):
             check(by_score(model, rows_of(name), engine), loss, gradient)
 
 

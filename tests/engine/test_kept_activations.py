@@ -9,7 +9,7 @@ import treetrain as tt
 from support.models import make_model
 from support.plans import keeping_graphs
 from treetrain.check.linear import gradients, relative_error
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.engine.score import Scored
 
 ROWS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9], [1, 9]]
@@ -18,7 +18,7 @@ SAYS = "forward hook.*(part of the loss|keeps activations for a penalty)"
 
 
 def scored(monkeypatch, model, graphs: str, budget: int | None = 3) -> Scored:
-    monkeypatch.setattr(EngineModel, "plan_keeping_graphs", lambda _self, plan: keeping_graphs(graphs)(plan))
+    monkeypatch.setattr(Call, "plan_keeping_graphs", lambda _self, plan: keeping_graphs(graphs)(plan))
     return tt.TreeEngine(model, budget=budget, check=False).score(ROWS)
 
 

@@ -6,7 +6,7 @@ import pytest
 import treetrain as tt
 from support.models import make_model
 from treetrain.check import linear
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.planning.partition import partition
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import pack
@@ -35,10 +35,11 @@ def test_rows_run_one_by_one_if_a_shared_prefix_costs_more_than_it_saves(monkeyp
     class Cost:
         device, seconds = "cpu", staticmethod(seconds)
 
-    monkeypatch.setattr(EngineModel, "cost", Cost)
+    monkeypatch.setattr(Call, "cost", Cost)
     tree = tt.build_tree(rows_sharing(prefix))
     plan = partition(pack(tree, tree.trained_edges()[0] > 0), budget, seconds)
-    rows, alone = tt.TreeEngine(make_model("qwen3"), budget=budget)._faster(tree, plan)
+    engine = tt.TreeEngine(make_model("qwen3"), budget=budget)
+    rows, alone = engine._faster(engine.prepared.call(), tree, plan)
     assert (rows is not tree) == (alone is not plan) == is_faster
     if is_faster:
         assert rows.num_tokens == rows.num_flat_tokens and alone.num_parts == 2 and alone.peak_tokens <= 60
@@ -46,7 +47,7 @@ def test_rows_run_one_by_one_if_a_shared_prefix_costs_more_than_it_saves(monkeyp
 
 def test_rows_run_one_by_one_give_the_same_gradients(monkeypatch):
     model, rows = make_model("qwen3"), rows_sharing(1)
-    monkeypatch.setattr(tt.TreeEngine, "_faster", lambda self, tree, plan: (tree, plan))
+    monkeypatch.setattr(tt.TreeEngine, "_faster", lambda self, call, tree, plan: (tree, plan))
     shared = tt.TreeEngine(model, budget=60).forward_backward(rows, tt.losses.sft())
     expected = linear.gradients(model)
     model.zero_grad()

@@ -13,11 +13,11 @@ import treetrain as tt
 from support import moe
 from support.models import make_model
 from support.passes import unique_ids
-from support.plans import keeping_graphs, planned
+from support.plans import calls_answer, keeping_graphs, planned
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import VOCAB, forests, with_random_facts
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call, EngineModel
 from treetrain.core.engine.executor import Executor
 from treetrain.core.planning.cost import CostModel, PartBytes
 from treetrain.core.planning.plan import Bytes
@@ -57,7 +57,7 @@ def engine_with(model, shape, keep, graphs, **options):
     """An engine whose plans have one shape, and whose graphs are kept or not."""
 
     engine = planned(shape, keep)(model, **options)
-    engine.prepared.plan_keeping_graphs = keeping_graphs(graphs)
+    calls_answer(engine, plan_keeping_graphs=keeping_graphs(graphs))
     return engine
 
 
@@ -103,7 +103,7 @@ def test_a_loss_of_ones_own_has_the_gradients_of_rows_alone(model, shape, keep, 
 def test_logits_are_computed_again_where_there_is_no_room_for_them(model, monkeypatch, temperature):
     _, truth, _ = linear_gradients(model, ROWS, temperature)
     for room in (True, False):
-        monkeypatch.setattr(EngineModel, "keeps_logits", lambda self, plan, room=room: room)
+        monkeypatch.setattr(Call, "keeps_logits", lambda self, plan, room=room: room)
         for entropies in (True, False):
             model.zero_grad()
             scored = tt.TreeEngine(model, temperature=temperature).score(ROWS, entropies=entropies, statistics=True)
@@ -361,11 +361,11 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     engine = tt.TreeEngine(model, budget="1GiB")
     kept = scored.plan
     monkeypatch.setattr(CostModel, "peak_bytes", lambda self, plan: (1 + (plan.scores_first == "kept")) * 1e8)
-    assert engine.prepared.plan_keeping_graphs(kept).kept.all()
+    assert engine.prepared.call().plan_keeping_graphs(kept).kept.all()
     monkeypatch.setattr(CostModel, "graphs_within", lambda self, plan, limit: PartBytes(np.ones(1), np.full(1, -1.0)))
-    assert tt.TreeEngine(model, budget="150MB").prepared.plan_keeping_graphs(kept) is None
+    assert tt.TreeEngine(model, budget="150MB").prepared.call().plan_keeping_graphs(kept) is None
     monkeypatch.setattr(EngineModel, "free_bytes", lambda self: 150e6)
-    assert tt.TreeEngine(model).prepared.plan_keeping_graphs(kept) is None
+    assert tt.TreeEngine(model).prepared.call().plan_keeping_graphs(kept) is None
     assert "again with graph when the loss is known" in tt.TreeEngine(model, budget=1).score(rows).plan.explain()
     assert "graphs are kept until the loss is known" in scored.plan.explain()
 
@@ -447,7 +447,7 @@ def test_a_loss_that_compares_rows_runs_nothing_twice_where_all_graphs_fit(model
     engines["whole"] = tt.TreeEngine(model)
     found = {}
     for graphs, engine in engines.items():
-        monkeypatch.setattr(engine.prepared, "plan_keeping_graphs", keeping_graphs(graphs.replace("whole", "kept")))
+        calls_answer(engine, plan_keeping_graphs=keeping_graphs(graphs.replace("whole", "kept")))
         model.zero_grad()
         result = engine.forward_backward(rows, loss)
         found[graphs] = linear.gradients(model)

@@ -10,7 +10,7 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.core.engine.engine_model import ModelState
+from treetrain.core.engine.model_state import ModelState
 from treetrain.core.engine.snapshot import Snapshot
 
 ROWS = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8]]

@@ -86,7 +86,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant, training, loss, way):
 @pytest.fixture
 def not_compared(monkeypatch):
     """Without the comparison at first use, whose passes a test would count."""
-    monkeypatch.setattr("treetrain.check.first_use.compare_first_use", lambda engine, tree: None)
+    monkeypatch.setattr("treetrain.check.first_use.compare_first_use", lambda engine, call, tree: None)
 
 
 def test_gradient_checkpointing_does_run_layers_again(not_compared):

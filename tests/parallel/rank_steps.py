@@ -19,8 +19,8 @@ import treetrain as tt
 from support.cases import EVERY, OTHERS
 from support.models import make_model
 from support.moe import at_random
+from support.plans import calls_answer, planned
 from support.plans import keeping_graphs as choice_of
-from support.plans import planned
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import VOCAB, with_random_facts
 from treetrain.check.linear_engine import LinearEngine
@@ -247,7 +247,7 @@ def step(group: Any, job: Job) -> dict[str, Any]:
 
 def reducing(engine: tt.TreeEngine, reduces: Reduces) -> None:
     """Let an engine reduce gradients in these backwards, whatever memory is free."""
-    engine.prepared.keeps_gradients = lambda plan: reduces == "last"  # type: ignore[method-assign]
+    calls_answer(engine, keeps_gradients=lambda plan: reduces == "last")
 
 
 def _made(job: Job) -> tuple[nn.Module, nn.Module | None, Rows]:
@@ -381,7 +381,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
 
     wrapped = parallel_model(model, how, mesh)
     engine = planned(*shapes[rank % len(shapes)])(wrapped, temperature=1.3, context=context)
-    engine.prepared.plan_keeping_graphs = choice_of(keeps[rank % len(keeps)])  # type: ignore[method-assign]
+    calls_answer(engine, plan_keeping_graphs=choice_of(keeps[rank % len(keeps)]))
     reference = planned("1 part", "none")(alone, temperature=1.3)
     own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
     orders = []

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
+from support.plans import calls_answer
 from support.processes import RankFailed
 from treetrain.check.bench import measured_cost
 from treetrain.check.contract import PureFloat64
@@ -242,18 +243,20 @@ def planning(group: Any, parallel: str) -> tuple[str, str, int, int]:
     model, sharing = _model(parallel, group)
     engine, rank = tt.TreeEngine(model, **sharing), dist.get_rank(group)
     rows = [[1, 2, 3], [1, 2, 4]]
-    own = engine.prepared.plan
     if rank == 1:
-        engine.prepared.plan = failing  # type: ignore[method-assign]
+        calls_answer(engine, plan=failing)
     outcome = error_of(lambda: engine.score(rows))
     assert error_of(lambda: engine.forward_backward(rows, tt.losses.sft())) == outcome.replace(
         "TreeEngine.score", "forward_backward"
     )
-    engine.prepared.plan = own  # type: ignore[method-assign]
+    calls_answer(engine)
     parts = engine.plan(rows).num_parts if rank == 0 else 1
     engine.prepared.free_bytes = lambda: 1_000_000 + rank  # type: ignore[method-assign]
+    free = list[int]()
+    agree = engine.sharing.agree_on_plan
+    engine.sharing.agree_on_plan = lambda *facts: free.append(agree(*facts) or 0) or free[-1]  # type: ignore
     again = error_of(lambda: engine.forward_backward(rows, tt.losses.sft()))
-    return outcome, again, parts, engine.prepared.free or 0
+    return outcome, again, parts, free[-1]
 
 
 def failing(*_: Any) -> None:

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.plans import LinearPrices, check_plan, layout_of, nested_forks, star, uniform
+from treetrain.check.bench import heights
 from treetrain.check.forests import forests
 from treetrain.core.planning.partition import _NEAR, _Cutter, _groups_taken, pack_bins, partition, whole_trees
-from treetrain.core.planning.plan import heights
 
 RUNS = settings(max_examples=100, deadline=None)
 PRICES = st.builds(

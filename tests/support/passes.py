@@ -53,7 +53,7 @@ def watched(model: nn.Module) -> Iterator[Passes]:
 
     handle = model.get_input_embeddings().register_forward_hook(unnoticed(hook))  # type: ignore[operator]
     try:
-        with mock.patch.object(first_use, "compare_first_use", lambda engine, tree: None):
+        with mock.patch.object(first_use, "compare_first_use", lambda engine, call, tree: None):
             yield seen
     finally:
         handle.remove()

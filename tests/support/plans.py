@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from treetrain.core.attention.schedule import Forest
+from treetrain.core.engine.engine_model import Call, EngineModel
 from treetrain.core.planning.partition import _Cutter
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout, pack
@@ -26,7 +27,7 @@ def attention_forest(rows) -> Forest:
 
 
 def keeping_graphs(graphs: str) -> Callable[[Plan], Plan | None]:
-    """In the place of `EngineModel.plan_keeping_graphs`: all graphs are kept, those of every second part, or none."""
+    """In the place of `Call.plan_keeping_graphs`: all graphs are kept, those of every second part, or none."""
 
     def choose(plan: Plan) -> Plan | None:
         second = np.arange(plan.num_parts) % 2 == 1
@@ -34,6 +35,20 @@ def keeping_graphs(graphs: str) -> Callable[[Plan], Plan | None]:
         return found[graphs]
 
     return choose
+
+
+class _Answering(EngineModel):
+    answers: dict[str, Any]
+
+    def call(self, **asked: Any) -> Call:
+        call = super().call(**asked)
+        vars(call).update(self.answers)
+        return call
+
+
+def calls_answer(engine: TreeEngine, **answers: Callable[..., Any]) -> None:
+    """Let functions stand in the place of methods of `Call` in every call of an engine."""
+    engine.prepared.__class__, engine.prepared.answers = _Answering, answers  # type: ignore[assignment, attr-defined]
 
 
 def layout_of_parents(parent: np.ndarray) -> PackedLayout:
@@ -196,11 +211,11 @@ def on_plan(make_plan: Callable[[PackedLayout], Plan]) -> type[TreeEngine]:
     class OnPlan(TreeEngine):
         plans: list[Plan] = []  # noqa: RUF012
 
-        def plan_of(self, layout: PackedLayout) -> Plan:
+        def plan_of(self, call: Call, layout: PackedLayout) -> Plan:
             self.plans.append(make_plan(layout))
             return self.plans[-1]
 
-        def _faster(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
+        def _faster(self, call: Call, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
             return tree, plan  # else rows without sharing could take its place, and the model is counted for that
 
     return OnPlan

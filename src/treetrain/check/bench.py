@@ -18,7 +18,7 @@ from torch import nn
 
 from treetrain.check.linear_engine import LinearEngine
 from treetrain.check.verify import TreeReport
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.engine.executor import Executor, Part, PassCounts
 from treetrain.core.engine.extension import Extension, LossExtension
 from treetrain.core.engine.loss_gradients import KnownGradients
@@ -29,7 +29,7 @@ from treetrain.core.hf.capability import model_device
 from treetrain.core.losses.protocol import LossProtocol, as_loss
 from treetrain.core.planning.cost import CostModel, ModelCounts
 from treetrain.core.planning.make import Bytes
-from treetrain.core.planning.plan import Plan, heights
+from treetrain.core.planning.plan import Plan, segment_heights
 from treetrain.core.tree.layout import PackedLayout, pack
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree, build_tree
 from treetrain.engine import TreeEngine
@@ -173,11 +173,11 @@ class PaddedPasses(ModelPasses):
     they are too.
     """
 
-    def __init__(self, model: EngineModel, extensions: Sequence[Extension], *others: Any, **options: Any):
+    def __init__(self, call: Call, extensions: Sequence[Extension], *others: Any, **options: Any):
         plain = [extension for extension in extensions if not isinstance(extension, Recurrence)]
-        super().__init__(model, plain, *others, **options)
+        super().__init__(call, plain, *others, **options)
 
-    def mode(self, model: EngineModel) -> contextlib.AbstractContextManager[None]:
+    def mode(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Switch nothing: attention is transformers' own."""
         return contextlib.nullcontext()
 
@@ -199,9 +199,9 @@ class PaddedPasses(ModelPasses):
             edge_row=torch.from_numpy(layout.edge_row_index).to(device),
             targets=torch.from_numpy(layout.edge_targets).to(device),
         )
-        model = self._model
-        with scoring_head(model.capabilities, edges, request) as calls:
-            model.model(
+        call = self._call
+        with scoring_head(call.capabilities, edges, request) as calls:
+            call.model(
                 input_ids=torch.from_numpy(ids.reshape(-1, width)).to(device), attention_mask=None, use_cache=False
             )
         return calls[0].scores
@@ -212,7 +212,7 @@ class PaddedEngine(LinearEngine):
 
     passes_type = PaddedPasses
 
-    def plan_of(self, layout: PackedLayout) -> Plan:
+    def plan_of(self, call: Call, layout: PackedLayout) -> Plan:
         """Fill batches with rows in order of length."""
         lengths = np.diff(np.append(np.flatnonzero(layout.parent < 0), layout.num_tokens))
         slots = self.pack_tokens or (int(lengths.sum()) + 1) ** 2
@@ -282,18 +282,25 @@ def _chain(tokens: int, vocabulary: int) -> Plan:
 def _pass_seconds(model: nn.Module, plan: Plan) -> float:
     """Measure the least time of a forward and backward of a plan: other load only adds time."""
     times, engine = [], TreeEngine(model, check=False)
-    extensions = engine.prepared.extensions(build_tree([]), balanced=False)
+    call = engine.prepared.call()
+    extensions = call.extensions(build_tree([]), balanced=False)
     with engine.ranks.together("measured_cost"):  # the passes of a sharded model are collective
         for _ in range(CALIBRATION_PASSES + 1):
             _synchronise(model)
             start = time.perf_counter()
-            table = engine.prepared.table(plan.layout, entropy=False)
+            table = call.table(plan.layout, entropy=False)
             gradients = KnownGradients(table, torch.ones_like(table.logprobs))
-            passes = ModelPasses(engine.prepared, extensions, PassCounts(), table, gradients)
+            passes = ModelPasses(call, extensions, PassCounts(), table, gradients)
             Executor(plan, passes, gradients=True).train()
             _synchronise(model)
             times.append(time.perf_counter() - start)
     return min(times[1:])  # kernels are compiled in the first
+
+
+def heights(layout: PackedLayout) -> np.ndarray:
+    """Tokens on the longest path from each token down, itself included."""
+    start, length = layout.segment_start[:-1], np.diff(layout.segment_start)
+    return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))
 
 
 def budget_share(plan: Plan, counts: ModelCounts, budget: int) -> float:

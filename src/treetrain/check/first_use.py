@@ -36,16 +36,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from treetrain.check.row_scores import scores_of_logits
+from treetrain.check.stock import hook_name, is_stock
 from treetrain.core.engine.deferred import gradients_aside
-from treetrain.core.engine.engine_model import EngineModel, Sharing
+from treetrain.core.engine.engine_model import Call, EngineModel, Sharing
 from treetrain.core.engine.loss_gradients import Batch, last_states
-from treetrain.core.engine.snapshot import HOOK_FIELDS, buffers_kept, global_hooks, hook_name, is_stock
+from treetrain.core.engine.snapshot import HOOK_FIELDS, global_hooks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import Capabilities, causal_lm
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.kernels.checks import relative_error
-from treetrain.kernels.compiled import CompiledFeature
+from treetrain.kernels.compiled import CompiledFeature, buffers_kept
 from treetrain.layers.experts.routers import experts_of
 from treetrain.parallel.process_group import compute_dtype
 
@@ -75,8 +76,6 @@ class Engine(Protocol):
 
     @property
     def model(self) -> nn.Module: ...
-    @property
-    def capabilities(self) -> Capabilities: ...
     def score(self, rows: TokenTree, *, values: bool = False, rewards: bool = False) -> Any: ...
 
 
@@ -101,15 +100,15 @@ def _weak(value: object) -> object:
         return value
 
 
-def _state_of(engine: Engine) -> _State:
+def _state_of(engine: Engine, asked: Capabilities) -> _State:
     model = engine.prepared
-    asked = model.capabilities.scores_tokens, model.capabilities.scalar is not None
     mode = (
         engine.merge,
         torch.is_grad_enabled(),
         model.model.training,
         compute_dtype(model.model, model.device, model.parameters),
-        *asked,
+        asked.scores_tokens,
+        asked.scalar is not None,
     )
     return _State(model.state.code, model.state.switches, mode)
 
@@ -118,11 +117,11 @@ def accept(engine: Engine) -> None:
     """Take the state of the model as it is now for exact, since the caller compares it."""
     engine.prepared.check()
     states = _ACCEPTED.setdefault(engine.model, [])
-    states.append(_state_of(engine).weak())
+    states.append(_state_of(engine, engine.prepared.capabilities).weak())
     del states[:-_REMEMBERED]
 
 
-def compare_first_use(engine: Engine, tree: TokenTree) -> None:
+def compare_first_use(engine: Engine, call: Call, tree: TokenTree) -> None:
     """Compare a small forest with its rows one by one, unless the model's state has been compared before.
 
     Args:
@@ -131,7 +130,7 @@ def compare_first_use(engine: Engine, tree: TokenTree) -> None:
     Raises:
         UnsupportedModel: they differ by more than rounding; names the module where it can be found.
     """
-    sharing, now = engine.sharing, _state_of(engine)
+    sharing, now = engine.sharing, _state_of(engine, call.capabilities)
     if sharing.collective or not sharing.same_rows.alone:
         return
     mode = now.mode
@@ -144,9 +143,9 @@ def compare_first_use(engine: Engine, tree: TokenTree) -> None:
     if state not in accepted:
         with _undisturbed(engine.prepared):
             with _random_adapters(engine.model) as random:
-                finite = _compare(engine)
+                finite = _compare(engine, call)
             if random and not finite:  # adapters that make matrices orthogonal by a series are finite only when small
-                _compare(engine)
+                _compare(engine, call)
         accepted.append(state)
     if with_images not in accepted:
         assert tree.images is not None
@@ -160,9 +159,9 @@ def compare_first_use(engine: Engine, tree: TokenTree) -> None:
 # ---- the forest
 
 
-def _rows(engine: EngineModel) -> list[list[int]]:
+def _rows(call: Call) -> list[list[int]]:
     """Rows of a trunk with branches, and one of a tree of its own; without the special tokens of the configuration."""
-    capabilities, configs = engine.capabilities, [causal_lm(engine.model).config]
+    capabilities, configs = call.capabilities, [causal_lm(call.model).config]
     configs.append(configs[0].get_text_config())
     numbers = [(name, number) for config in configs for name, number in vars(config).items()]
     special = {number for name, number in numbers if "token" in name and isinstance(number, int)}
@@ -218,21 +217,21 @@ Found = tuple[list[Tensor], list[Tensor]]
 """Scores, row by row, and slices of gradients."""
 
 
-def _compare(engine: Engine) -> bool:
+def _compare(engine: Engine, call: Call) -> bool:
     """Compare both sides; returns whether the plain model's numbers were finite, since others tell nothing."""
-    model, rows = engine.prepared, _rows(engine.prepared)
+    model, rows = engine.prepared, _rows(call)
     live = model.live and engine.sharing.ranks.alone
     trained = [p for p in model.parameters if p.requires_grad] if live else []
     # Also in a call under autocast, or within a call of the model.
-    plain = _slices(trained, partial(_run_plain, model, rows, live=live))
+    plain = _slices(trained, partial(_run_plain, call, rows, live=live))
     if not plain[0] or not all(bool(x.isfinite().all()) for side in plain for x in side):
         return False
     limit = LIMITS.get(compute_dtype(model.model, model.device, model.parameters), LIMIT_16_BITS)
     for budget in (None, BUDGET):
-        tree = _slices(trained, partial(_run_tree, engine, rows, budget, live=live))
-        apart = _apart(tree[0], plain[0], typical=experts_of(model.capabilities) is not None and limit == LIMIT_16_BITS)
+        tree = _slices(trained, partial(_run_tree, engine, call, rows, budget, live=live))
+        apart = _apart(tree[0], plain[0], typical=experts_of(call.capabilities) is not None and limit == LIMIT_16_BITS)
         if not apart <= limit:
-            raise UnsupportedModel(_message_of_scores(engine, rows, apart))
+            raise UnsupportedModel(_message_of_scores(engine, call, rows, apart))
         apart = relative_error(tree[1], plain[1]) if live else 0.0
         if not apart <= limit:
             raise UnsupportedModel(_message_of_gradients(model.model, apart))
@@ -266,14 +265,14 @@ def _weights(scores: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in scores]
 
 
-def _run_tree(engine: Engine, rows: list[list[int]], budget: int | None, *, live: bool) -> list[Tensor]:
+def _run_tree(engine: Engine, call: Call, rows: list[list[int]], budget: int | None, *, live: bool) -> list[Tensor]:
     probe = copy(engine)
     probe.check, probe.prepared = False, copy(engine.prepared)
     probe.prepared.budget = budget
     registry = engine.prepared.registry
     uncompiled = [feature for feature in registry.features if not isinstance(feature, CompiledFeature)]
     probe.prepared.registry = replace(registry, features=uncompiled)
-    capabilities = engine.capabilities
+    capabilities = call.capabilities
     scalar = capabilities.scalar
     pooled = scalar is not None and scalar.pooled
     scored = probe.score(build_tree(rows, merge=engine.merge), values=scalar is not None and not pooled, rewards=pooled)
@@ -286,18 +285,18 @@ def _run_tree(engine: Engine, rows: list[list[int]], budget: int | None, *, live
     return [x.detach() for x in scores]
 
 
-def _run_plain(engine: EngineModel, rows: list[list[int]], *, live: bool) -> list[Tensor]:
-    scalar, found = engine.capabilities.scalar, []
+def _run_plain(call: Call, rows: list[list[int]], *, live: bool) -> list[Tensor]:
+    scalar, found = call.capabilities.scalar, []
     for ids in rows:
         seen: dict[str, Any] = {}
-        with _head_seen(engine, seen):
-            logits = _plain_forward(engine.model, torch.tensor([ids], device=engine.device))
+        with _head_seen(call, seen):
+            logits = _plain_forward(call.model, torch.tensor([ids], device=call.device))
         if scalar is None and logits.shape[:2] != (1, len(ids)):
             return []  # the tree's own pass says what is wrong with such logits
         own = []
-        if engine.capabilities.scores_tokens:
-            target = torch.tensor(ids[1:], device=engine.device)
-            own.append(scores_of_logits(logits[0, :-1], target, engine.temperature)[0])
+        if call.capabilities.scores_tokens:
+            target = torch.tensor(ids[1:], device=call.device)
+            own.append(scores_of_logits(logits[0, :-1], target, call.temperature)[0])
         if scalar is not None and scalar.pooled:
             own.append(scalar.values(partial(_given, logits), logits))
         elif scalar is not None:
@@ -322,12 +321,12 @@ def _given(values: Tensor, _states: Tensor) -> Tensor:
 
 
 @contextmanager
-def _head_seen(engine: EngineModel, seen: dict[str, Any]) -> Iterator[None]:
+def _head_seen(call: Call, seen: dict[str, Any]) -> Iterator[None]:
     """Keep the input of the model's head, for a value head."""
-    if engine.capabilities.scalar is None:
+    if call.capabilities.scalar is None:
         yield
         return
-    handle = engine.capabilities.head.register_forward_hook(lambda _, given, __: seen.update(hidden=given[0]))
+    handle = call.capabilities.head.register_forward_hook(lambda _, given, __: seen.update(hidden=given[0]))
     try:
         yield
     finally:
@@ -421,20 +420,20 @@ def _by_token(given: object, tokens: int) -> list[Tensor]:
     return [x for value in values for x in _by_token(value, tokens)]
 
 
-def _first_different(engine: Engine, rows: list[list[int]]) -> tuple[str, float] | None:
+def _first_different(engine: Engine, call: Call, rows: list[list[int]]) -> tuple[str, float] | None:
     """The module whose forward or hooks first give something else on a tree, and by how much; None if not found."""
     model = engine.prepared
     tree = build_tree(rows, merge=engine.merge)
-    scalar = engine.capabilities.scalar
+    scalar = call.capabilities.scalar
     offsets, index = tree.paths()
     pooled = scalar is not None and scalar.pooled
-    layout = last_states(tree, engine.capabilities)[0] if pooled else Batch.of(tree, weighted=False).layout
+    layout = last_states(tree, call.capabilities)[0] if pooled else Batch.of(tree, weighted=False).layout
     place = np.full(tree.num_tokens, -1)
     place[layout.tree_index] = np.arange(layout.num_tokens)
     limit = LIMITS.get(compute_dtype(model.model, model.device, model.parameters), LIMIT_16_BITS) / 3
-    head = engine.capabilities.head
+    head = call.capabilities.head
     on_tree = _events(
-        model.model, head, layout.num_tokens, lambda: _run_tree(engine, rows, layout.num_tokens, live=False)
+        model.model, head, layout.num_tokens, lambda: _run_tree(engine, call, rows, layout.num_tokens, live=False)
     )
     alone = []
     for number, ids in enumerate(rows):
@@ -494,9 +493,9 @@ def advice(model: nn.Module, without: str) -> str:
     return f"remove what is not the model's own ({shown}), or {without}"
 
 
-def _message_of_scores(engine: Engine, rows: list[list[int]], apart: float) -> str:
+def _message_of_scores(engine: Engine, call: Call, rows: list[list[int]], apart: float) -> str:
     model = engine.model
-    found = _first_different(engine, rows)
+    found = _first_different(engine, call, rows)
     if found is None:
         return (
             f"the model's scores of a small forest differ from those of its rows by themselves by {apart:.1e}: "

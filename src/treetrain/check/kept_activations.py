@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treetrain.check.stock import hook_name, is_stock
 from treetrain.core.engine.extension import Extension, ModelPass
-from treetrain.core.engine.snapshot import hook_name, is_stock
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.planning.partition import whole_trees
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout
@@ -44,5 +45,5 @@ class LinearEngine(TreeEngine):
             rows = rows.trajectories
         return as_tree(rows, merge=False)
 
-    def plan_of(self, layout: PackedLayout) -> Plan:
+    def plan_of(self, call: Call, layout: PackedLayout) -> Plan:
         return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treetrain.core.engine.deferred import gradients_aside
-from treetrain.core.engine.engine_model import HARMLESS_HOOKS, EngineModel, Feature, StepBalance
+from treetrain.core.engine.engine_model import Call, EngineModel, Feature, StepBalance
 from treetrain.core.engine.executor import Executor, PassCounts
 from treetrain.core.engine.extension import Extension
 from treetrain.core.engine.loss_gradients import KnownGradients
 from treetrain.core.engine.model_passes import ModelPasses
+from treetrain.core.engine.model_state import HARMLESS_HOOKS
 from treetrain.core.engine.parameter_hooks import HooksOnce
-from treetrain.core.engine.snapshot import buffers_kept
 from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 from treetrain.core.planning.cost import ModelCounts
 from treetrain.core.planning.partition import whole_trees
@@ -32,6 +32,8 @@ from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.core.tree.trajectory import Trajectory
 
+COPIED = 1 << 20
+"""Buffers of up to this many elements are copied."""
 _LENGTHS = 32, 96
 """Tokens of the rows that are measured."""
 COMPILATIONS = 64
@@ -79,6 +81,22 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers after the block."""
+    places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
+    kept = [(x, x.clone()) for _, _, x in places if x is not None and x.numel() <= COPIED]
+    try:
+        yield
+    finally:
+        for holder, name, x in places:
+            holder[name] = x
+        with torch.no_grad():
+            for x, values in kept:
+                if not torch.equal(x, values):
+                    x.copy_(values)
+
+
 class CompiledLayers(Extension):
     """Runs decoder layers compiled.
 
@@ -108,21 +126,21 @@ class CompiledFeature(Feature):
         self._saved: dict[tuple[object, ...], float] = {}
         """The bytes per token that compiled layers, and what is around them, save for backward."""
 
-    def runs(self, model: EngineModel) -> bool:
+    def runs(self, model: EngineModel | Call) -> bool:
         """Whether layers run compiled."""
         default = model.device.type == "cuda" and model.sharing.may_compile
         return default if self._wanted is None else self._wanted
 
-    def can_warm_up(self, model: EngineModel) -> bool:
+    def can_warm_up(self, call: Call) -> bool:
         """Whether layers run compiled and a short row can stand for any; a loss of the routers is over all rows."""
-        return self.runs(model) and model.capabilities.scores_tokens and not model.capabilities.auxiliary
+        return self.runs(call) and call.capabilities.scores_tokens and not call.capabilities.auxiliary
 
-    def warm_up(self, model: EngineModel, passes_type: type[ModelPasses], plan: Plan | None) -> float:
+    def warm_up(self, call: Call, passes_type: type[ModelPasses], plan: Plan | None) -> float:
         """Compile what a plan's passes need, or all kinds of passes but those of one token; returns the seconds."""
-        if not self.can_warm_up(model):
+        if not self.can_warm_up(call):
             return 0.0
         start = time.perf_counter()
-        trains = model.live
+        trains = call.prepared.live
         kinds = {(trains, 2), (False, 2)}
         if plan is not None:
             lengths = {min(int(size), 2) for size in plan.sizes}
@@ -130,24 +148,25 @@ class CompiledFeature(Feature):
             scored = lengths if plan.runs_twice.any() or not trains else set[int]()
             kinds = {(True, size) for size in lengths if trains} | {(False, size) for size in prefills | scored}
         for graph, size in sorted(kinds, reverse=True):
-            _run(model, passes_type, _LENGTHS[0] if size > 1 else 1, graph=graph)
-        self.before_plan(model, passes_type)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
+            _run(call, passes_type, _LENGTHS[0] if size > 1 else 1, graph=graph)
+        self.before_plan(call, passes_type)
+        if call.device.type == "cuda":
+            torch.cuda.synchronize(call.device)
         return time.perf_counter() - start
 
-    def before_plan(self, model: EngineModel, passes_type: type[ModelPasses]) -> None:
+    def before_plan(self, call: Call, passes_type: type[ModelPasses]) -> None:
         """Measure the bytes per token that a pass saves for backward, LM head excluded, once for a dtype.
 
         Checkpointed layers save their input alone.
         """
-        if not (self.can_warm_up(model) and model.live) or model.counted is None:
+        model = call.prepared
+        if not (self.can_warm_up(call) and model.live) or model.counted is None:
             return
         counts = model.counted.counts
         if counts.checkpointing or self._place(model, counts) in self._saved:
             return
-        _run(model, passes_type, _LENGTHS[0], graph=True)  # compiles
-        short, long = (_saved_by(model, passes_type, tokens) for tokens in _LENGTHS)
+        _run(call, passes_type, _LENGTHS[0], graph=True)  # compiles
+        short, long = (_saved_by(call, passes_type, tokens) for tokens in _LENGTHS)
         self._saved[self._place(model, counts)] = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
 
     def counts(self, model: EngineModel, counts: ModelCounts) -> ModelCounts:
@@ -160,12 +179,12 @@ class CompiledFeature(Feature):
         return model.device, counts.dtype_bytes, counts.saved_token, counts.saved_layers, counts.saved_pass
 
     def extension(
-        self, model: EngineModel, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
+        self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
-        return CompiledLayers(model.model, self._compiled) if self.runs(model) else None
+        return CompiledLayers(call.model, self._compiled) if self.runs(call) else None
 
 
-def _saved_by(engine: EngineModel, passes_type: type[ModelPasses], tokens: int) -> int:
+def _saved_by(call: Call, passes_type: type[ModelPasses], tokens: int) -> int:
     saved: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -174,23 +193,23 @@ def _saved_by(engine: EngineModel, passes_type: type[ModelPasses], tokens: int) 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        _run(engine, passes_type, tokens, graph=True)
+        _run(call, passes_type, tokens, graph=True)
     return sum(saved.values())
 
 
-def _run(engine: EngineModel, passes_type: type[ModelPasses], tokens: int, *, graph: bool) -> None:
+def _run(call: Call, passes_type: type[ModelPasses], tokens: int, *, graph: bool) -> None:
     """Run a row of which the last token is predicted. Gradients, hooks and buffers do not see it."""
     row = Trajectory(np.zeros(tokens, np.int32), loss_weights=np.arange(tokens) == tokens - 1)
     tree = build_tree([row])
     layout = pack(tree, tree.trained_edges()[0] > 0, trim=False)
-    table = engine.table(layout, entropy=False)
+    table = call.table(layout, entropy=False)
     gradients = KnownGradients(table, torch.zeros_like(table.logprobs)) if graph else None
     with ExitStack() as stack:
-        stack.enter_context(buffers_kept(engine.model))
-        stack.enter_context(gradients_aside(engine.parameters))
-        stack.enter_context(hooks_replaced(forward_hooks(engine.modules), _without_effect))
-        extensions = [x for x in engine.extensions(tree, balanced=False) if not isinstance(x, HooksOnce)]
-        passes = passes_type(engine, extensions, PassCounts(), table, gradients)
+        stack.enter_context(buffers_kept(call.model))
+        stack.enter_context(gradients_aside(call.prepared.parameters))
+        stack.enter_context(hooks_replaced(forward_hooks(call.prepared.modules), _without_effect))
+        extensions = [x for x in call.extensions(tree, balanced=False) if not isinstance(x, HooksOnce)]
+        passes = passes_type(call, extensions, PassCounts(), table, gradients)
         executor = Executor(whole_trees(layout, tokens), passes, gradients=graph)
         executor.train() if graph else executor.score()
 

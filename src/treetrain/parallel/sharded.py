@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.engine.extension import Extension, ModelPass, Reduces
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.head.lm_head import Scores
@@ -154,7 +154,7 @@ class Sharded(Extension):
 
 
 def plan_together(
-    engine: EngineModel, tree: TokenTree, plan: Plan, *, weighted: bool, apart: bool
+    call: Call, tree: TokenTree, plan: Plan, *, weighted: bool, apart: bool
 ) -> tuple[TokenTree, Plan, Reduces]:
     """Offer several plans on every rank, and take the combination with the fastest common order; a collective call.
 
@@ -170,10 +170,10 @@ def plan_together(
     def laid_out(tree: TokenTree) -> PackedLayout:
         return pack(tree, tree.trained_edges()[0] > 0) if weighted else pack(tree)
 
-    ranks = engine.sharing.ranks
-    free = engine.free / MEMORY_MARGIN if engine.budget is None and engine.free is not None else None
+    ranks = call.sharing.ranks
+    free = call.free / MEMORY_MARGIN if call.budget is None and call.free is not None else None
     own = candidates(tree, plan, laid_out, whole_rows=not weighted, apart=apart, free_bytes=free)
-    room = [engine.keeps_gradients(way.plan) for way in own]
+    room = [call.keeps_gradients(way.plan) for way in own]
     answers = ranks.per_data_rank(ranks.exchange((room, offers_of(own))))
     numbers = choose([offers for _, offers in answers])
     at_last = all(has[number] for (has, _), number in zip(answers, numbers))

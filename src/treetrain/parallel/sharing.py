@@ -10,7 +10,7 @@ from torch import nn
 
 from treetrain import __version__
 from treetrain.core.digest import digest
-from treetrain.core.engine.engine_model import EngineModel, Sharing
+from treetrain.core.engine.engine_model import Call, Sharing
 from treetrain.core.engine.extension import Extension, Reduces
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import UnsupportedModel
@@ -144,9 +144,9 @@ class GroupSharing(Sharing):
         return None
 
     def plan_together(
-        self, model: EngineModel, tree: TokenTree, plan: Plan, *, weighted: bool, apart: bool
+        self, call: Call, tree: TokenTree, plan: Plan, *, weighted: bool, apart: bool
     ) -> tuple[TokenTree, Plan, Reduces]:
-        return plan_together(model, tree, plan, weighted=weighted, apart=apart)
+        return plan_together(call, tree, plan, weighted=weighted, apart=apart)
 
     def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         if any(is_partitioned(p) and (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters):
@@ -181,20 +181,20 @@ class GroupSharing(Sharing):
         drop_waiting_gradients(self._model, self._value_head)
 
     def rows_of_all_ranks(
-        self, model: EngineModel, kind: str, rows: list[Trajectory], loss: Loss, normaliser: float | None
+        self, call: Call, kind: str, rows: list[Trajectory], loss: Loss, normaliser: float | None
     ) -> tuple[list[Trajectory] | None, float]:
         """See `Sharing`. All ranks add up the weights in rank order, so they get the same normaliser."""
         if self.ranks.alone:
             return rows, 0.0
-        ranks, weights = self.ranks, [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in model.parameters]
+        ranks, weights = self.ranks, [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in call.prepared.parameters]
         settings = {
             "treetrain": __version__,
             "torch": torch.__version__,
-            "the temperature": model.temperature,
+            "the temperature": call.temperature,
             "the kind of engine": kind,
-            "the model": f"{type(model.model).__name__} of {len(weights)} weights",
+            "the model": f"{type(call.model).__name__} of {len(weights)} weights",
             "the weights' shapes and kinds": digest(repr(weights)),
-            "the auxiliary loss": model.capabilities.auxiliary,
+            "the auxiliary loss": call.capabilities.auxiliary,
             "loss": repr(loss),
             "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
             "a normaliser": None if normaliser is None else float(normaliser),

@@ -533,7 +533,7 @@ def tokens_within(engine: TreeEngine, rows: Rows, output: Output) -> int:
     if cost is None:
         return UNCOUNTED_TOKENS
     plan, counts = engine.plan(tree_of([rows])), cost.counts
-    plan = engine.prepared.plan_keeping_graphs(plan) or plan
+    plan = engine.prepared.call().plan_keeping_graphs(plan) or plan
     step = sum(bytes for name, bytes in cost.bytes_by(plan).items() if name != "allocator")
     gradients = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
     room = max(step, gradients) - counts.saved_pass - counts.weight_gradient

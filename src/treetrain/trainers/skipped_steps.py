@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treetrain.core.engine.engine_model import own_part
+from treetrain.core.engine.model_state import own_part
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from treetrain.core.tree.token_tree import TokenTree
 from treetrain.trainers.batches import ModelInputs, Rows, model_inputs, tree_of
 
 if TYPE_CHECKING:
-    from treetrain.core.engine.engine_model import ScoredModel
+    from treetrain.core.engine.model_state import ScoredModel
     from treetrain.core.engine.score import Scored
     from treetrain.engine import TreeEngine
 
@@ -103,7 +103,7 @@ class TreeScores:
 
     def score(self, engine: "TreeEngine", by: "Callable[[TreeEngine, TreeScores], Scored]") -> "Scored":
         """Score the tree, and remember the model if the scores are for other micro-batches too."""
-        from treetrain.core.engine.engine_model import ScoredModel
+        from treetrain.core.engine.model_state import ScoredModel
 
         before, joint = None, self.last > self.first
         if joint and not (torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())):

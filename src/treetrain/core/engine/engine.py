@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.core.engine.engine_model import EngineModel, Registry, Sharing, StepBalance
+from treetrain.core.engine.engine_model import Call, EngineModel, Registry, Sharing, StepBalance
 from treetrain.core.engine.executor import Executor
 from treetrain.core.engine.extension import Extension, LossExtension, Reduces
 from treetrain.core.engine.loss_gradients import (
@@ -50,6 +50,7 @@ WORTH_A_LOOK = 1.05
 class Step(NamedTuple):
     """A step that has been checked on every rank."""
 
+    call: Call
     tree: TokenTree
     batch: Batch
     loss: Loss
@@ -137,7 +138,7 @@ class TreeEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The part of the model's capabilities that the latest call asked for."""
+        """What the model can do, as it was checked last."""
         return self.prepared.capabilities
 
     @property
@@ -177,9 +178,9 @@ class TreeEngine:
         """The tree of a batch; raises DataError for rows that are no token ids."""
         return as_tree(rows, merge=self.merge)
 
-    def plan_of(self, layout: PackedLayout) -> Plan:
+    def plan_of(self, call: Call, layout: PackedLayout) -> Plan:
         """The plan of a layout under the engine's budget."""
-        return self.prepared.plan(layout, self.prepared.budget)
+        return call.plan(layout, call.budget)
 
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget.
@@ -188,16 +189,11 @@ class TreeEngine:
             DataError: rows that the model cannot read.
             UnsupportedModel: the model has changed and would not be exact on a tree now.
         """
-        self.prepared.capabilities = self.prepared.check()
+        call = self.prepared.call()
         tree = self.tree_of(trajectories)
-        self._check_tree(tree)
-        self._before_plan()
-        plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
-        return self._faster(tree, plan)[1]
-
-    def _before_plan(self) -> None:
-        for feature in self.prepared.registry.features:
-            feature.before_plan(self.prepared, self.passes_type)
+        self._before_plan(call, tree)
+        plan = self.plan_of(call, pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
+        return self._faster(call, tree, plan)[1]
 
     # ---- a training step
 
@@ -248,7 +244,7 @@ class TreeEngine:
             if self.balanced and balance is None and ranks.data_size > 1:
                 balance = self._balance_of(step.tree)
             step, plan, reduces = self._plan_step(step, sync=sync, balance=balance)
-            self._compare_first_use(step.tree)  # before any gradient is accumulated
+            self._compare_first_use(step.call, step.tree)  # before any gradient is accumulated
             with Rollback(self.prepared.parameters, self.sharing) as rollback:
                 result = self._run(step, plan, reduces, balance, rollback)
                 if ranks.data_size > 1:
@@ -270,9 +266,9 @@ class TreeEngine:
             DataError, TypeError, ValueError, UnsupportedModel: something is wrong on this rank.
             RanksDisagree: something is wrong on another rank, or settings differ.
         """
-        model, ranks = self.prepared, self.ranks
+        ranks = self.ranks
         loss = as_loss(loss, normaliser)
-        model.capabilities = model.check().asked(logprobs=needs_logprobs(loss), values="predicted_values" in loss.needs)
+        call = self.prepared.call(logprobs=needs_logprobs(loss), values="predicted_values" in loss.needs)
         if not torch.is_grad_enabled():
             raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
         if not self.prepared.trained:
@@ -280,10 +276,9 @@ class TreeEngine:
         self.sharing.check_hooks(self.prepared.parameters)
         self._check_device()
         tree = self.tree_of(trajectories)
-        self._check_tree(tree)
-        self._before_plan()
+        self._before_plan(call, tree)
         predicted = predictions_of(tree, mask)
-        rows, weight = self.sharing.rows_of_all_ranks(model, type(self).__name__, tree.trajectories, loss, normaliser)
+        rows, weight = self.sharing.rows_of_all_ranks(call, type(self).__name__, tree.trajectories, loss, normaliser)
         if rows is not None:
             loss.check(rows)
             whole = loss.normaliser(rows) if normaliser is None else normaliser
@@ -303,8 +298,8 @@ class TreeEngine:
         whole = float(whole)
         batch = Batch.of(tree, weighted=not loss.reads_untrained, every_token=self.balanced, mask=predicted)
         ranks.exchange(None)  # ranks with the same tokens may have different facts: one may fail here and others not
-        model.free = self.sharing.agree_on_plan(ranks, batch.layout, model.free)
-        return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
+        call.free = self.sharing.agree_on_plan(ranks, batch.layout, call.free)
+        return Step(call, tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None)
 
     def _check_device(self) -> None:
         """Refuse a model without weights, and a default device on which tensors would be made beside the model's."""
@@ -320,22 +315,24 @@ class TreeEngine:
                 f"is on {own}: tensors would be made beside it. Call this outside of that block"
             )
 
-    def _check_tree(self, tree: TokenTree) -> None:
-        """Raise DataError for rows that the model cannot read; count what their images need besides the parts."""
-        features = self.prepared.registry.features
-        check_batch(tree, self.prepared.capabilities)
+    def _before_plan(self, call: Call, tree: TokenTree) -> None:
+        """Raise DataError for rows that the model cannot read; note what they need besides the parts of a plan."""
+        features = call.registry.features
+        check_batch(tree, call.capabilities)
         for name in ("experts", "images"):
             if getattr(tree, name) is not None and not any(name in feature.takes for feature in features):
                 raise UnsupportedModel(f"rows have {name}, which this engine does not know; take treetrain.TreeEngine")
         for feature in features:
-            feature.check_rows(self.prepared, tree)
+            feature.check_rows(call, tree)
+        for feature in features:
+            feature.before_plan(call, self.passes_type)
 
     def _plan_step(self, step: Step, *, sync: bool, balance: StepBalance | None) -> tuple[Step, Plan, Reduces]:
         """Plan this rank's passes, and say which backwards reduce sharded gradients."""
         batch, ranks = step.batch, self.ranks
-        tree, plan = batch.tree, self.plan_of(batch.layout)
+        tree, plan = batch.tree, self.plan_of(step.call, batch.layout)
         if not step.masked and batch.weighted:
-            tree, plan = self._faster(step.tree, plan)
+            tree, plan = self._faster(step.call, step.tree, plan)
         reduces: Reduces = "each"
         if not ranks.alone:
             ranks.same(
@@ -349,19 +346,19 @@ class TreeEngine:
             # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
             apart = not step.masked and self.merge and not self.balanced
             tree, plan, reduces = self.sharing.plan_together(
-                self.prepared, tree, plan, weighted=batch.weighted, apart=apart
+                step.call, tree, plan, weighted=batch.weighted, apart=apart
             )
         if tree is not batch.tree:
             step = step._replace(batch=Batch.of(tree, weighted=batch.weighted))
         return step, plan, reduces if sync else "never"
 
-    def _faster(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
+    def _faster(self, call: Call, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan]:
         """The faster of two: the tree under its plan, or its rows without sharing, as many whole rows a part as fit.
 
         Where a tree is cut, a shared prefix may be a part by itself. A pass costs something whatever its size, so a
         prefix of a token or two costs less if every row computes it again.
         """
-        budget, cost = self.prepared.budget, self.prepared.cost
+        budget, cost = call.budget, call.cost
         if not self.merge or self.balanced or isinstance(budget, Bytes) or cost is None or plan.num_parts < 2:
             return tree, plan
         # Where rows share much, sharing wins; looking at a second plan would only take time.
@@ -378,19 +375,19 @@ class TreeEngine:
         self, step: Step, plan: Plan, reduces: Reduces, balance: StepBalance | None, rollback: Rollback
     ) -> StepResult:
         """Accumulate the gradients of this rank's part of a step."""
-        model, scale = self.prepared, self.prepared.capabilities.auxiliary * self.ranks.data_size
+        call, scale = step.call, step.call.capabilities.auxiliary * self.ranks.data_size
         attach = functools.partial(
-            model.extensions, step.batch.tree, balanced=self.balanced, balance=balance, scale=scale, reduces=reduces
+            call.extensions, step.batch.tree, balanced=self.balanced, balance=balance, scale=scale, reduces=reduces
         )
         if step.loss.scope == "batch":  # it needs all scores before the first gradient
-            scoring = Scoring(model, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
+            scoring = Scoring(call, plan, attach, entropy="entropies" in step.loss.needs, passes_type=self.passes_type)
             total, sums = run_batch_loss(
                 step.loss, step.normaliser, step.batch, step.rows, scoring, scale, reduces, rollback
             )
             parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
             added = scoring.added_loss
         else:
-            for attempt in model.tries(plan, rollback):
+            for attempt in call.tries(plan, rollback):
                 with attempt:
                     extensions = attach()
                     total, sums = self._stream(step, attempt, extensions)
@@ -411,15 +408,15 @@ class TreeEngine:
 
     def _stream(self, step: Step, attempt: Try, extensions: list[Extension]) -> tuple[Tensor | float, Metrics]:
         """Run the plan once for a loss that sums over trajectories; each is evaluated when its last edge is scored."""
-        model, plan, counts = self.prepared, attempt.plan, attempt.counts
+        call, plan, counts = step.call, attempt.plan, attempt.counts
         batch, loss, normaliser = step.batch, step.loss, step.normaliser
-        table = model.table(batch.layout, entropy="entropies" in loss.needs)
+        table = call.table(batch.layout, entropy="entropies" in loss.needs)
         has_passes = plan.num_parts > 0 or self.sharing.collective  # ranks without rows run along with the others
         added = instance_of(LossExtension, extensions)
         # A loss over all tokens of a step has no gradients before the last token has passed. A single part has passed
         # when its backward begins; of several, all run forward once before.
         if has_passes and added is not None and plan.num_parts > 1 and not added.known:
-            first = self.passes_type(model, extensions, counts, None)
+            first = self.passes_type(call, extensions, counts, None)
             Executor(plan, first, gradients=False).score()
             added.settle()
         facts = coefficients = None
@@ -434,7 +431,7 @@ class TreeEngine:
         else:
             gradients = StreamedGradients(table, batch, loss, normaliser)
         if has_passes:
-            passes = self.passes_type(model, extensions, counts, table, gradients)
+            passes = self.passes_type(call, extensions, counts, table, gradients)
             Executor(plan, passes, gradients=True).train()
         if isinstance(gradients, StreamedGradients):
             gradients.finish()
@@ -520,22 +517,19 @@ class TreeEngine:
             values: the values of predictions, of every token's state, or of every row.
             in_autograd: whether gradients go through autograd, and not through `Scored.backward`.
         """
-        model, ranks = self.prepared, self.sharing.passes_with
+        ranks = self.sharing.passes_with
         with ranks.together(name):
-            capabilities = model.check()
-            wanted = capabilities.scores_tokens if logprobs is None else logprobs
-            model.capabilities = capabilities.asked(logprobs=wanted, values=values is not None)
+            call = self.prepared.call(logprobs=logprobs, values=values is not None)
             if in_autograd:
                 self._check_live(name)
-            if model.live:
+            if self.prepared.live:
                 self.sharing.check_hooks(self.prepared.parameters)
             self._check_device()
             tree = self.tree_of(rows)
-            self._check_tree(tree)
-            self._before_plan()
+            self._before_plan(call, tree)
             reads: Batch | States
             if values == "rewards":
-                layout, last = last_states(tree, self.prepared.capabilities)
+                layout, last = last_states(tree, call.capabilities)
                 reads = States(last, None)
             elif values == "states":
                 offsets, index = tree.paths()
@@ -543,14 +537,14 @@ class TreeEngine:
             else:
                 reads = Batch.of(tree, weighted=False, every_token=self.balanced, mask=predictions_of(tree, mask))
                 layout = reads.layout
-            model.free = self.sharing.agree_on_plan(ranks, layout, model.free)
-            plan = self.plan_of(layout)
-            self._compare_first_use(tree)
+            call.free = self.sharing.agree_on_plan(ranks, layout, call.free)
+            plan = self.plan_of(call, layout)
+            self._compare_first_use(call, tree)
             ranks.exchange(None)  # all ranks have a plan, or none runs a pass
             tokens = isinstance(reads, Batch)
-            attach = functools.partial(model.extensions, tree, balanced=tokens and self.balanced)
+            attach = functools.partial(call.extensions, tree, balanced=tokens and self.balanced)
             scoring = Scoring(
-                model,
+                call,
                 plan,
                 attach,
                 entropy=entropies and tokens,
@@ -592,5 +586,5 @@ class TreeEngine:
             "you) and has scored.aux_loss, or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
         )
 
-    def _compare_first_use(self, tree: TokenTree) -> None:
+    def _compare_first_use(self, call: Call, tree: TokenTree) -> None:
         """Called before the passes of a call; may compare the model with its rows one by one."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from treetrain.core.attention.attention import AttentionTree
 from treetrain.core.attention.schedule import Forest
 from treetrain.core.device_arrays import to_device
-from treetrain.core.engine.engine_model import EngineModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.engine.executor import Part, PassCounts
 from treetrain.core.engine.extension import Extension, LayoutArrays, ModelPass
 from treetrain.core.engine.loss_gradients import KnownGradients, ScoreTable
@@ -52,7 +52,7 @@ class ModelPasses:
 
     def __init__(
         self,
-        model: EngineModel,
+        call: Call,
         extensions: Sequence[Extension],
         counts: PassCounts,
         table: ScoreTable | None,
@@ -61,25 +61,25 @@ class ModelPasses:
         keep_logits: bool = False,
     ):
         self.counts, self.gradients = counts, gradients
-        self.device = model.device
-        self._model, self._extensions, self.table = model, extensions, table
+        self.device = call.device
+        self._call, self._extensions, self.table = call, extensions, table
         self._keep_logits = keep_logits
         # Where passes are collective, weights are whole only during a pass; no sum over passes holds their gradients.
-        self._buffers = None if model.sharing.collective else GradientBuffers()
+        self._buffers = None if call.sharing.collective else GradientBuffers()
 
     @contextmanager
     def passes(self, *, graph: bool, backward: bool) -> Iterator[None]:
         """See `PartRunner`. Activation checkpointing runs layers again in backward, so tree mode stays on there."""
         with ExitStack() as stack:
-            stack.enter_context(self.mode(self._model))
+            stack.enter_context(self.mode(self._call))
             for extension in self._extensions:
                 stack.enter_context(extension.around(graph=graph, backward=backward))
             if graph and self._buffers is not None:
-                stack.enter_context(self._buffers.collecting(self._model.model))
+                stack.enter_context(self._buffers.collecting(self._call.model))
             yield
 
-    def mode(self, model: EngineModel) -> AbstractContextManager[None]:
-        return tree_attention(model.configured)
+    def mode(self, call: Call) -> AbstractContextManager[None]:
+        return tree_attention(call.prepared.configured)
 
     def forward(self, part: Part) -> Scores:
         """Run a part forward and hand its scores over.
@@ -92,13 +92,13 @@ class ModelPasses:
         if gradients is not None and not part.graph and not gradients.needs_scores_early:
             table = None  # a prefill, whose scores are computed when its part runs with graph
         request = ScoreRequest(
-            temperature=self._model.temperature,
+            temperature=self._call.temperature,
             need_entropy=table is not None and table.entropies is not None,
             coefficients=gradients.coefficients(part.piece) if part.graph and gradients is not None else None,
             buffers=self._buffers,
             need_statistics=table is not None and table.statistics is not None,
             keep_logits=self._keep_logits,
-            kernels=self._model.registry.head,
+            kernels=self._call.registry.head,
         )
         scores = self.run(part, request, score=table is not None)
         if table is not None:
@@ -118,7 +118,7 @@ class ModelPasses:
             extension.begin(plan, gradients=gradients, idle_pass=self.idle_pass)
 
     def may_need_gradients(self, layer: Hashable) -> bool:
-        return self._model.may_need_gradients(layer)
+        return self._call.prepared.may_need_gradients(layer)
 
     def idle_pass(self) -> Scores:
         """Run a forward over one token that adds nothing to the result."""
@@ -126,9 +126,7 @@ class ModelPasses:
         graph = torch.is_grad_enabled()
         part = Part(Piece(layout, none, none), np.zeros(1, np.int64), -1, None, graph)  # a root, without a cache
         zeros = torch.zeros(layout.num_edges, device=self.device) if graph else None  # its backward adds zeros
-        request = ScoreRequest(
-            temperature=self._model.temperature, coefficients=zeros, kernels=self._model.registry.head
-        )
+        request = ScoreRequest(temperature=self._call.temperature, coefficients=zeros, kernels=self._call.registry.head)
         return self.run(part, request, idle=True)
 
     def backward(self, part: Part, output: Scores) -> None:
@@ -158,8 +156,8 @@ class ModelPasses:
 
     def run(self, part: Part, request: ScoreRequest, *, score: bool = True, idle: bool = False) -> Scores:
         """Run one forward; `idle` if it only accompanies those of other processes."""
-        model, capabilities = self._model.model, self._model.capabilities
-        attention = AttentionTree(Forest.of(part.piece.layout), part.cache, self._model.registry.attention)
+        model, capabilities = self._call.model, self._call.capabilities
+        attention = AttentionTree(Forest.of(part.piece.layout), part.cache, self._call.registry.attention)
         arrays = layout_arrays(part.piece.layout, score=score)
         model_pass = ModelPass(part, arrays, attention, request, scores=score, idle=idle)
         for extension in self._extensions:
@@ -190,8 +188,8 @@ class ModelPasses:
 
         Under reentrant checkpointing a layer runs backward only if its own input requires a gradient.
         """
-        model, below = self._model.model, part.cache is not None and part.cache.path_tokens > 0
-        if not (part.graph and below and is_checkpointed(model) and self._model.may_need_gradients(0)):
+        model, below = self._call.model, part.cache is not None and part.cache.path_tokens > 0
+        if not (part.graph and below and is_checkpointed(model) and self._call.prepared.may_need_gradients(0)):
             yield
             return
 
@@ -205,7 +203,7 @@ class ModelPasses:
             hook.remove()
 
     def call(self, layout: DeviceLayout, run: TreeRun, keywords: dict[str, Any]) -> Any:
-        model, device = self._model.model, layout.input_ids.device
+        model, device = self._call.model, layout.input_ids.device
         before = _random_state(device)
         # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
         # does not; tree attention ignores it.
@@ -220,7 +218,7 @@ class ModelPasses:
         with ExitStack() as stack:
             if inner is not None:
                 stack.enter_context(replaced(model, forward=inner))
-            for module in self._model.undrawn:
+            for module in self._call.prepared.undrawn:
                 stack.enter_context(replaced(module, training=False))
             outputs = model(
                 input_ids=layout.input_ids.unsqueeze(0),
@@ -238,14 +236,14 @@ class ModelPasses:
 
     def check_layers(self, run: TreeRun) -> None:
         """Raise UnsupportedModel unless every layer has gone through tree attention (or recurrence) once."""
-        name = type(self._model.model).__name__
+        name = type(self._call.model).__name__
         if run.repeated:
             layer, (call, hands_on) = min(run.repeated.items())
             raise UnsupportedModel(
                 f"layer {layer} of {name} {call} several times in a forward; a part of a tree hands one {hands_on} "
                 "per layer to the next, so this would be silently wrong under a budget."
             )
-        layers = self._model.capabilities.layers
+        layers = self._call.capabilities.layers
         if len(run.layers_seen) != layers:
             raise UnsupportedModel(
                 f"{len(run.layers_seen)} of {layers} layers went through tree attention; the others mix tokens in a "

@@ -12,7 +12,6 @@ without graph and run again in backward.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from treetrain.core.device_arrays import on_device
 from treetrain.core.engine.deferred import Deferral, gradients_aside
-from treetrain.core.engine.engine_model import EngineModel, ScoredModel
+from treetrain.core.engine.engine_model import Call
 from treetrain.core.engine.executor import Executor
 from treetrain.core.engine.extension import Extension, LossExtension, Reduces
 from treetrain.core.engine.loss_gradients import (
@@ -37,6 +36,7 @@ from treetrain.core.engine.loss_gradients import (
 )
 from treetrain.core.engine.memory import Rollback, Try
 from treetrain.core.engine.model_passes import ModelPasses
+from treetrain.core.engine.model_state import ScoredModel
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.head.lm_head import Scores
 from treetrain.core.hf.capability import is_checkpointed
@@ -59,7 +59,7 @@ class Scoring:
 
     def __init__(
         self,
-        engine: EngineModel,
+        call: Call,
         plan: Plan,
         attach: Callable[[], list[Extension]],
         *,
@@ -67,24 +67,23 @@ class Scoring:
         statistics: bool = False,
         passes_type: type[ModelPasses] = ModelPasses,
     ):
-        # A copy, so that this score's backward sees its own temperature, heads and settings, whatever is set later.
-        self.engine, self._attach, self.live = copy(engine), attach, engine.live
+        self.call, self._attach, self.live = call, attach, call.prepared.live
         self.plan, self.layout = plan, plan.layout
         if self.live:
             # Where passes are collective, all ranks keep graphs (each its own choice of parts), or none does.
-            ranks = engine.sharing.ranks if engine.sharing.collective else Ranks()
-            first = engine.plan_keeping_graphs(plan)  # None: not even the caches of all parts fit
+            ranks = call.sharing.ranks if call.sharing.collective else Ranks()
+            first = call.plan_keeping_graphs(plan)  # None: not even the caches of all parts fit
             keeps = all(ranks.exchange(first is not None))
             self.plan = first if keeps and first is not None else replace(plan, scores_first="recomputed")
         self.tokens_without_graph, self.attention = 0, Counter[str]()
-        self.table = engine.table(plan.layout, entropy=entropy, statistics=statistics)
+        self.table = call.table(plan.layout, entropy=entropy, statistics=statistics)
         self.added_loss: LossExtension | None = None
         """The extension with a loss of the model's own; None for a model without one."""
         self._extensions: list[Extension] = []
         self._passes_type = passes_type
         self._kept: tuple[Executor[Scores], ModelPasses] | None = None
         # Backward usually runs outside the caller's autocast, but parts that run again need it.
-        device = engine.device.type
+        device = call.device.type
         self._autocast: Callable[[], AbstractContextManager[object]] = partial(
             torch.autocast,
             device,
@@ -96,7 +95,7 @@ class Scoring:
     def forward(self) -> ScoreTable:
         """Score everything; returns the table. Its tensors have no graph."""
         if self._has_passes:
-            for attempt in self.engine.tries(self.plan):
+            for attempt in self.call.tries(self.plan):
                 with attempt:
                     self._forward(attempt)
             self._count(attempt)
@@ -110,8 +109,8 @@ class Scoring:
     def _forward(self, attempt: Try) -> None:
         plan, keeps = attempt.plan, attempt.plan.scores_first == "kept"
         self._extensions = self._attach()
-        logits = keeps and self.engine.keeps_logits(plan)  # else the head makes them again in backward
-        passes = self._passes_type(self.engine, self._extensions, attempt.counts, self.table, keep_logits=logits)
+        logits = keeps and self.call.keeps_logits(plan)  # else the head makes them again in backward
+        passes = self._passes_type(self.call, self._extensions, attempt.counts, self.table, keep_logits=logits)
         executor = Executor(plan, passes, gradients=keeps)
         if keeps:
             executor.forward_all()
@@ -137,19 +136,19 @@ class Scoring:
         """
         if self.added_loss is not None:
             self.added_loss.scale = torch.as_tensor(added).double()
-        self.engine.attach_hooks(self._extensions)
+        self.call.attach_hooks(self._extensions)
         for extension in self._extensions:
             extension.reduces = reduces
         if not self._has_passes:
             return
-        for attempt in self.engine.tries(self.plan, rollback):
+        for attempt in self.call.tries(self.plan, rollback):
             with attempt:
                 self._backward(attempt, edges, rows, values)
         self._count(attempt)
 
     def _backward(self, attempt: Try, edges: Tensor, rows: Tensor | None, values: Tensor | None) -> None:
         kept, self._kept = self._kept, None
-        table = self.engine.table(attempt.plan.layout, entropy=rows is not None)  # for parts that run again
+        table = self.call.table(attempt.plan.layout, entropy=rows is not None)  # for parts that run again
         gradients = KnownGradients(table, edges, rows, values)
         if kept is not None:
             executor, passes = kept  # they go on in this try: its counts, and gradients that are known by now
@@ -158,13 +157,13 @@ class Scoring:
             with self._autocast():
                 executor.backward_all()
             return
-        passes = self._passes_type(self.engine, self._extensions, attempt.counts, table, gradients)
+        passes = self._passes_type(self.call, self._extensions, attempt.counts, table, gradients)
         with self._autocast():
             Executor(attempt.plan, passes, gradients=True).train()
 
     @property
     def _has_passes(self) -> bool:
-        return self.layout.num_tokens > 0 or self.engine.sharing.collective
+        return self.layout.num_tokens > 0 or self.call.sharing.collective
 
     def _count(self, attempt: Try) -> None:
         self.plan = attempt.plan
@@ -194,7 +193,7 @@ def run_batch_loss(
     Returns:
         The loss and its metrics; 0 and none on all ranks but the first.
     """
-    ranks, table = scoring.engine.sharing.ranks, scoring.forward()
+    ranks, table = scoring.call.sharing.ranks, scoring.forward()
     own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
     own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
     of_ranks: list[Any] = [own]
@@ -273,9 +272,10 @@ class Scored:
             values: whether predictions have values.
         """
         self._name, self._scoring, self._reads, self._spent = name, scoring, reads, False
-        self.live = scoring.live
-        engine = scoring.engine
-        self.model = ScoredModel(engine) if self.live else None  # before the forward: what it changes is left out
+        self.live, call = scoring.live, scoring.call
+        self.model = (
+            ScoredModel(call.prepared) if self.live else None
+        )  # before the forward: what it changes is left out
         """The model as it is now; None under ``torch.no_grad``."""
         table = scoring.forward()
         if self.model is not None:
@@ -286,14 +286,14 @@ class Scored:
         self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
         self.computed_tokens = scoring.layout.num_tokens
 
-        self.deferral = Deferral(name, engine.parameters if self.live else ())
+        self.deferral = Deferral(name, call.prepared.parameters if self.live else ())
         self._leaves: dict[str, tuple[Tensor, ...]] = {}
 
         def leaves(kind: str, scores: Iterable[Tensor]) -> tuple[Tensor, ...]:
             self._leaves[kind] = tuple(x.detach().clone().requires_grad_(self.live) for x in scores)
             if not self.live or not self._leaves[kind]:
                 return self._leaves[kind]
-            return self.deferral.watch(self._leaves[kind], refuse=engine.sharing.ranks.alone)
+            return self.deferral.watch(self._leaves[kind], refuse=call.sharing.ranks.alone)
 
         self.aux_loss = None
         if scoring.added_loss is not None and scoring.added_loss.adds:
@@ -335,12 +335,12 @@ class Scored:
     def runs_again(self) -> bool:
         """Whether parts or checkpointed layers run forward again in `backward`."""
         plan = self._scoring.plan
-        return plan.scores_first != "kept" or not plan.kept.all() or is_checkpointed(self._scoring.engine.model)
+        return plan.scores_first != "kept" or not plan.kept.all() or is_checkpointed(self._scoring.call.model)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model that scored, and of its value head."""
-        return self._scoring.engine.parameters
+        return self._scoring.call.prepared.parameters
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -387,7 +387,7 @@ class Scored:
                 calls.
             RanksDisagree: another rank failed, or has another `sync`.
         """
-        engine, sharing = self._scoring.engine, self._scoring.engine.sharing
+        parameters, sharing = self.parameters, self._scoring.call.sharing
         ranks = sharing.ranks if sync else sharing.passes_with
         # Parts that run again need a graph, whatever surrounds this call.
         with torch.inference_mode(False), torch.enable_grad(), ranks.together("Scored.backward"):
@@ -396,7 +396,7 @@ class Scored:
             with (
                 gradients_aside(self.deferral.set_anew()),
                 self.deferral.lifted(),
-                Rollback(engine.parameters, sharing) as rollback,
+                Rollback(parameters, sharing) as rollback,
             ):
                 self._spent = True  # whatever happens: graphs are freed on the way
                 try:
@@ -412,7 +412,7 @@ class Scored:
                     ) from error
                 ranks.exchange(None)  # all of them roll back if one has failed
         if sync:
-            sharing.average_gradients(engine.parameters)
+            sharing.average_gradients(parameters)
 
     def _check_backward(self) -> None:
         name = self._name

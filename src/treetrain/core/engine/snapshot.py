@@ -5,21 +5,17 @@ to compare them with copies takes two. So an engine looks at its model in every 
 changed.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter, eq, is_, itemgetter, methodcaller
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _of_all_modules
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """PyTorch's own fields."""
 HOOK_FIELDS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-_STOCK = ("transformers", "torch", "peft", "treetrain", "bitsandbytes", "torchao", "accelerate", "deepspeed", "trl")
-"""Packages whose modules and attention are not a user's own."""
 _COMPARED = "training", "_parameters", "_modules", *HOOK_FIELDS
 """Those among them that are compared; buffers are compared apart, since they are tensors."""
 
@@ -28,8 +24,6 @@ _FLAGS = type, attrgetter("requires_grad"), attrgetter("dtype")
 
 _EMPTY: dict[str, object] = {}
 _CONTAINERS = list, tuple, set, type(_EMPTY.values())
-_COPIED = 1 << 20
-"""Buffers of up to this many elements are copied."""
 _DEPTH = 8
 """Containers within containers that are looked into; some hold themselves."""
 
@@ -39,17 +33,6 @@ def global_hooks() -> tuple[dict[int, object], ...]:
         getattr(_of_all_modules, f"_global_{when}_hooks")
         for when in ("forward_pre", "forward", "backward_pre", "backward")
     )
-
-
-def is_stock(owner: object) -> bool:
-    """Whether a function, class or object comes with the packages that a model is made of."""
-    function = getattr(owner, "__func__", owner)  # `functools.wraps` copies the name of another module
-    module = getattr(function, "__globals__", {}).get("__name__") or getattr(owner, "__module__", None)
-    return (module or type(owner).__module__).partition(".")[0] in _STOCK
-
-
-def hook_name(hook: object) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
 
 
 class Snapshot:
@@ -175,19 +158,3 @@ def _copied(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return type(value)
     return set(value) if isinstance(value, set) else value
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers after the block."""
-    places = [(module._buffers, name, x) for module in model.modules() for name, x in module._buffers.items()]
-    kept = [(x, x.clone()) for _, _, x in places if x is not None and x.numel() <= _COPIED]
-    try:
-        yield
-    finally:
-        for holder, name, x in places:
-            holder[name] = x
-        with torch.no_grad():
-            for x, values in kept:
-                if not torch.equal(x, values):
-                    x.copy_(values)

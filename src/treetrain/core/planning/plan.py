@@ -380,12 +380,6 @@ def segment_heights(layout: PackedLayout) -> Int64[np.ndarray, " S"]:
     return np.array(top, np.int64)
 
 
-def heights(layout: PackedLayout) -> Int64[np.ndarray, " M"]:
-    """Tokens on the longest path from each token down, itself included."""
-    start, length = layout.segment_start[:-1], np.diff(layout.segment_start)
-    return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))
-
-
 def depth_first(parent: Int64s, key: NDArray[np.number]) -> Int64s:
     """Part numbers in depth-first order, siblings by ascending key."""
     children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
