@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.plans import check_plan, layout_of, layout_of_parents, nested_forks, one_segment_per_part, uniform
+from treetrain.check.bench import heights
 from treetrain.check.forests import forests
-from treetrain.core.planning.plan import Plan, heights
+from treetrain.core.planning.plan import Plan
 
 RUNS = settings(max_examples=80, deadline=None)
 KEEP = st.sampled_from(["none", "all", "mixed"])

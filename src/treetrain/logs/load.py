@@ -107,10 +107,10 @@ def load(
         vocab_size: reject token ids at or above this.
         max_positions: reject rows with more tokens than this.
         limit: read at most this many records over all files.
-        collect: receives an iterator over the rows and returns those to keep; `list` keeps all. A row for whose group
-            and episode its method `wants`, if it has one, returns False is left out before it is checked and
-            tokenised. If its attribute `apart` is true, the notes are those on the record of the last row. Its method
-            `hear`, if it has one, is called with the remarks on a record before the rows of the record come.
+        collect: called with an iterator over the rows, returns those to keep; `list` keeps all. It may also have
+            `wants(group, episode)`: False leaves a row out before it is checked and tokenised;
+            `hear(remarks)`: called with the remarks on a record before its rows come;
+            `apart`: True limits the notes to those on the record of the last row.
         count: "per trajectory" counts a trained token in every row that trains it; "once" in the first of them only, by
             a weight of 0 in the others. Rows with an `episode` are compared within it, others with each other.
 

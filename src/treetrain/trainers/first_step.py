@@ -273,7 +273,8 @@ def _forward_backward_of_rows(sample: Sample) -> tuple[Tensor, Tensor | None]:
     """The same for each row by itself."""
     rows, all_scores, losses = sample.rows, [], []
     for k, batch in enumerate(sample.batches_alone()):
-        scores, loss, objective = sample.plain(batch)  # a zero: other ranks may wait for this backward
+        scores, loss, zero = sample.plain(batch)
+        objective = zero  # of a row that trains nothing: other ranks may wait for this backward
         if k < len(rows.ids):
             assert scores is not None
             all_scores.append(scores.detach().flatten())
@@ -283,7 +284,7 @@ def _forward_backward_of_rows(sample: Sample) -> tuple[Tensor, Tensor | None]:
             else:
                 is_mean = batch.get("num_items_in_batch") is None  # over the row's own predictions
                 share = rows.masks[k].sum() / max(int(rows.wanted.sum()), 1) if is_mean else 1.0
-                objective = loss * share if share else objective
+                objective = loss * share if share else zero
                 losses.append(objective.detach())
         if objective.requires_grad:
             _backward(sample, objective)
@@ -379,13 +380,13 @@ def _why(
     sample: Sample, plain: Run, trees: list[Run], differences: list[Difference], limit: float, *, repeatable: bool
 ) -> str:
     """Say why both sides differ, and which is right where the plain model may be asked; empty if they agree."""
-    differs = not all(difference.scores <= limit for difference in differences)  # also true of NaN
-    turned = not differs and not all(difference.of_gradients <= limit for difference in differences)
+    by_scores = not all(difference.scores <= limit for difference in differences)  # also true of NaN
+    by_gradients = not by_scores and not all(difference.of_gradients <= limit for difference in differences)
     asks_which = repeatable and not sample.alone
-    ranks = sample.ranks.exchange((differs, turned)) if asks_which else []
-    if any(map(any, ranks)):
-        why = _which_is_right(sample, plain, trees, limit, by_scores=any(scores for scores, _ in ranks))
-    elif not differs and not turned:
+    of_ranks = sample.ranks.exchange((by_scores, by_gradients)) if asks_which else []
+    if any(map(any, of_ranks)):  # on some rank: all of these ranks must run the passes
+        why = _which_is_right(sample, plain, trees, limit, by_scores=any(scores for scores, _ in of_ranks))
+    elif not by_scores and not by_gradients:
         why = ""
     elif sample.alone:
         why = f"The plain side is each row by itself, so shared prefixes are wrong for this model: {sample.advice}"

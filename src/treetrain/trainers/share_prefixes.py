@@ -388,7 +388,8 @@ class PrefixSharing:
             if sample is not None:
                 plain, trees = first_step.run(sample)
                 self.gains.once, self.gains.plain_rate = first_step.judge(sample, plain, trees)
-        self.check = self.check and not compares
+        if compares:
+            self.check = False
 
 
 def _trains(model: nn.Module) -> bool:

@@ -197,11 +197,13 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
         rectangle_cost=costs.rectangle,
         tiles_cost=costs.tiles,
     )
-    best, above = [0.0] * count, [0.0] * count  # cost of a subtree; of all that leave the chain above a fork
+    best = [0.0] * count  # cost of each subtree at the top of a path of first children
+    above = [0.0] * count  # cost of all subtrees that leave the chain at forks above this segment
     decision = _Decision(how=[_REGION] * count, opens=list(range(count)))
     for top in np.unique(path_tops(forest.segment_parent))[::-1].tolist():
         cheapest, choice = costs.region(start[top], end[top], segments.depth[top], segments.max_depth[top]), _REGION
-        hanging, s = 0.0, top
+        hanging = 0.0  # cost of all subtrees that leave the chain above its last segment
+        s = top  # the chain's last segment; each round adds its first child, s + 1
         while True:
             length, below = start[s + 1] - start[top], end[s] - start[s + 1]
             cost = hanging + costs.chain(length)

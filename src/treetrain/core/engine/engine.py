@@ -52,6 +52,7 @@ class Step(NamedTuple):
 
     call: Call
     tree: TokenTree
+    """The tree of all rows. That of the batch is the one that runs, whose rows may share nothing (`_faster`)."""
     batch: Batch
     loss: Loss
     normaliser: float
@@ -216,9 +217,8 @@ class TreeEngine:
                 prediction.
             normaliser: divides the sum; when accumulating over calls, pass that of the whole step. None takes
                 ``loss.normaliser``.
-            balance: how routers use their experts in the whole step: the sum of `router_balance` over its calls. None:
-                this call is a step. Needed for the routers' auxiliary loss, which a model's configuration asks for by
-                ``output_router_logits`` and ``router_aux_loss_coef``: it is over all tokens of all rows of a step.
+            balance: of the routers in the whole step, for their auxiliary loss: the sum of `router_balance` over its
+                calls. None: this call is a step.
             sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
                 step but the last.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
@@ -387,7 +387,7 @@ class TreeEngine:
             parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
             added = scoring.added_loss
         else:
-            for attempt in call.tries(plan, rollback):
+            for attempt in call.tries(plan, rollback):  # the last, read below, has enough memory
                 with attempt:
                     extensions = attach()
                     total, sums = self._stream(step, attempt, extensions)
@@ -472,8 +472,7 @@ class TreeEngine:
             statistics: also give statistics for logs, without gradient: is_top1, mean_logits, log_sum_sq_probs.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
                 no gradient. None computes all.
-            images: for each row what the model's processor made of its images, such as ``{"pixel_values": ...,
-                "image_grid_thw": ...}``, or None; the same as ``images`` of `Trajectory`.
+            images: for each row the ``images`` of `Trajectory`, or None.
 
         Raises:
             DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape,
@@ -482,10 +481,13 @@ class TreeEngine:
         """
         if images is not None:
             rows = self._with_images(rows, images)
+        wanted: bool | None = not rewards
+        if values:
+            wanted = None  # log-probabilities too, if the model has an LM head
         return self._scored(
             "TreeEngine.score",
             rows,
-            logprobs=False if rewards else None if values else True,
+            logprobs=wanted,
             values="rewards" if rewards else "predictions" if values else None,
             entropies=entropies,
             statistics=statistics,

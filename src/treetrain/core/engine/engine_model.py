@@ -251,8 +251,8 @@ class EngineModel:
         if now[:3] != self.state[:3]:  # its hooks are checked elsewhere
             self.capabilities = self.registry.check_model(self.model, critics=True, value_head=self.value_head)
             self._cost, self._frozen_layers = (None, None), None
-            modules = self.model.modules()
-            self.undrawn = [m for m in modules if {*vars(m).get("module_dropout", {0: 1}).values()} == {0.0}]
+            rates = [(m, vars(m).get("module_dropout")) for m in self.model.modules()]
+            self.undrawn = [m for m, dropouts in rates if dropouts and not any(dropouts.values())]
         if now is not self.state:
             self._dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         self.state = now
@@ -378,7 +378,8 @@ class Call:
     Attributes:
         prepared: the model and its state.
         capabilities: those that the call asks for.
-        free: bytes that its plans may use; ranks that run the same plan agree on them. None with a budget in bytes.
+        free: bytes that its plans may use; ranks that run the same plan agree on them. None with a budget in bytes, or
+            if a rank does not know.
         beside: memory that its rows need besides the parts, if any; an error if that cannot be counted.
     """
 
@@ -428,17 +429,15 @@ class Call:
             warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
             return make_plan(layout, cost, budget=LAST_RESORT_TOKENS, purpose=purpose)
 
-    def has_room(self, plan: Plan, extra: float | None = None) -> bool:
-        """Whether a plan's predicted peak fits the budget or free memory; False if the model cannot be counted.
+    def has_room(self, plan: Plan, extra: float = 0.0, margin: float = 1.0) -> bool:
+        """Whether `margin` times a plan's predicted peak and `extra` bytes fits the budget or free memory.
 
-        Args:
-            extra: further bytes that are optional; `MEMORY_MARGIN` times peak and extra must be free.
+        False if the model cannot be counted.
         """
         if self.cost is None:
             return False
-        peak = self.cost.peak_bytes(plan)
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free
-        return room is not None and (peak <= room if extra is None else MEMORY_MARGIN * (peak + extra) <= room)
+        return room is not None and margin * (self.cost.peak_bytes(plan) + extra) <= room
 
     def plan_keeping_graphs(self, plan: Plan) -> Plan | None:
         """The plan for a loss that is known after all parts are scored, with the graphs kept that fit until then.
@@ -449,7 +448,8 @@ class Call:
         if plan.num_parts <= 1:
             return whole
         tokens, cost = self.budget if isinstance(self.budget, int) else None, self.cost
-        if whole.peak_tokens <= tokens if tokens is not None else self.has_room(whole):
+        fits = self.has_room(whole) if tokens is None else whole.peak_tokens <= tokens
+        if fits:
             return whole
         from treetrain.core.planning.kept_graphs import FINER, MOST_PARTS, keeping_most
 
@@ -472,7 +472,8 @@ class Call:
         Keeping them saves a second product of the head's matrix with every row.
         """
         rows = int(plan.kept[plan.part_of[plan.layout.rows]].sum())
-        return self.has_room(plan, extra=rows * self.capabilities.vocab_size * self.wide_dtype.itemsize)
+        logits = rows * self.capabilities.vocab_size * self.wide_dtype.itemsize
+        return self.has_room(plan, extra=logits, margin=MEMORY_MARGIN)
 
     def keeps_gradients(self, plan: Plan) -> bool:
         """Whether unsharded gradients fit in addition to a plan, with room to spare, until the step's last backward.
@@ -480,9 +481,7 @@ class Call:
         Where weights are sharded, they are then reduced once instead of after every part.
         """
         trained = sum(p.numel() for p in self.prepared.trained)
-        return self.has_room(plan, extra=trained * self.wide_dtype.itemsize)
-
-    # ---- runs
+        return self.has_room(plan, extra=trained * self.wide_dtype.itemsize, margin=MEMORY_MARGIN)
 
     def tries(self, plan: Plan, rollback: Rollback | None = None) -> Iterator[Try]:
         """Tries of a plan, and of smaller ones while memory runs out; see `memory.tries`."""

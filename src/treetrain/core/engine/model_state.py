@@ -177,9 +177,8 @@ class Watched(Protocol):
     value_head: nn.Module | None
     sharing: Any
     state: ModelState
+    parameters: Any  # list[nn.Parameter], a property
 
-    @property
-    def parameters(self) -> list[nn.Parameter]: ...
     def read(self) -> ModelState: ...
 
 

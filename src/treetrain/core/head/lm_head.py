@@ -440,7 +440,8 @@ class LogSumExp(NamedTuple):
         highest = logits.amax(-1)
         shares = (logits - highest[:, None]).exp_()
         total = shares.sum(-1)
-        # The highest logits, whose shares are 1, are counted apart: added to 1, small shares lose their digits.
+        # Added to 1, small shares lose their digits. `frac_` turns the shares of the highest logits (1) into 0, so that
+        # `others` sums the rest; total - others is their number n, and the result is log(n + others).
         others = shares.frac_().sum(-1)
         return cls(highest, ((total - others).round_() - 1).add_(others).log1p_())
 
@@ -510,7 +511,8 @@ class PlainChunk:
             weightings = (below + (entropies - lse.log_total)[:, None]).mul_(by_entropy[:, None])
             weightings.add_(by_row[:, None]).mul_(lse.log_total.exp().reciprocal_().neg_()[:, None])
             grad = below.exp_().mul_(weightings)
-        # Predicted tokens again: 1 - p loses the digits of a p near 1, expm1 does not.
+        # Predicted tokens again, with w = `own`: w - p by_row = w (1 - p) - p (by_row - w). -expm1(log p) is 1 - p with
+        # all digits where p is near 1.
         grad[edges] = 0.0
         grad.index_put_(tuple(edges), gradients.by_edge, accumulate=True)
         own = grad[edges]

@@ -128,7 +128,8 @@ class _Cutter:
     """
 
     def __init__(self, layout: PackedLayout, budget: int, target: int, prefill_limit: int):
-        self.layout, self.budget, self.target, self.prefill_limit = layout, budget, min(budget, target), prefill_limit
+        self.layout, self.budget, self.prefill_limit = layout, budget, prefill_limit
+        self.target = min(budget, target)  # a leaf must fit the budget too
         self.above, self.start = layout.segment_parent, layout.segment_start[:-1]
         self.length = np.diff(layout.segment_start)
         self.size = layout.ends[self.start] - self.start
@@ -184,6 +185,8 @@ class _Cutter:
         owner = np.concatenate([self.above[whole], rest])
         size = self.layout.ends[start] - start
         need = self._need(inner, owner, size)
+        # From a segment's first inner token down, need + inner tokens are alive. The excess over the budget is
+        # recomputed: the segment's first tokens, since those above are alive with all of them.
         recomputed = inner if recompute else np.clip(need + inner - self.budget, 0, inner)
         order = np.argsort(owner, kind="stable")
         items = list(zip(size[order].tolist(), start[order].tolist()))

@@ -114,7 +114,8 @@ def places_of_images(
         DataError: the tokens of the rows do not fit the images.
     """
     places = [np.flatnonzero(ids == image_token) for ids in rows]
-    lengths = [length for own in places for length in _run_lengths(own)]
+    runs = [run for own in places for run in np.split(own, np.flatnonzero(np.diff(own) != 1) + 1) if len(run)]
+    lengths = list(map(len, runs))
     if len(lengths) != len(images):
         pixels = np.array([image.inputs["pixel_values"].size for image in images], np.int64)
         tokens, rest = np.divmod(pixels * sum(lengths), max(int(pixels.sum()), 1))
@@ -133,11 +134,6 @@ def places_of_images(
         )
     divided = [np.split(own, np.cumsum(lengths[a:b])[:-1]) for own, a, b in zip(places, np.r_[0, counts], counts)]
     return [own if len(own[0]) else [] for own in divided]
-
-
-def _run_lengths(places: Int64[np.ndarray, " n"]) -> list[int]:
-    """The lengths of the runs of consecutive places."""
-    return [len(run) for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(run)]
 
 
 def checked_images(

@@ -427,8 +427,9 @@ def shared_prefixes(flat: Int32[np.ndarray, " B"], length: Int64[np.ndarray, " K
 def _attach_points(start: Int64s, shared: Int64s) -> Int64s:
     """Find the flat position that each row continues: where its last shared token was first stored; -1 for none.
 
-    Depth d of a row's path was added by the nearest earlier row that shares at most d tokens with its own
-    predecessor. This is a "previous smaller value" search, amortised constant per row.
+    Depth d of a row's path was first stored by the nearest earlier row that shares at most d tokens with the row before
+    it: each row in between shares more, so it has the same token there. This is a "previous smaller value" search,
+    amortised constant per row.
     """
     values = shared.tolist()
     smaller = [-1] * len(values)
@@ -605,14 +606,13 @@ def _lay_out(buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, toke
     tokens = buffer[index + np.repeat(pieces.source[order] - start, length)]
     depths = (index + np.repeat(depth[order] - start, length)).astype(np.int32)
     end = np.repeat(start + tokens_below[order], length)
-    before = np.where(above >= 0, target[above] + pieces.length[above] - 1, -1)
-    index -= 1
-    index[start] = before
+    parent = np.subtract(index, 1, out=index)  # in place: the token before, except for the first token of a piece
+    parent[start] = np.where(above >= 0, target[above] + pieces.length[above] - 1, -1)
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     # Pieces form a forest too. One that is the only child of its parent continues the parent's segment.
     first_piece, segment_parent = segments(np.where(above >= 0, place[above], -1))
-    return TreeArrays(tokens, index, depths, end, np.append(start, total)[first_piece], segment_parent)
+    return TreeArrays(tokens, parent, depths, end, np.append(start, total)[first_piece], segment_parent)
 
 
 def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:
