@@ -169,24 +169,6 @@ def report(name: str, row: dict[str, Any], *, dry_run: bool = False) -> None:
         append(name, row)
 
 
-def of_bench(report: Any) -> dict[str, Any]:
-    """The columns of a `treetrain.check.bench.BenchReport` that every benchmark of a speed-up has."""
-    return {
-        "trajectories": report.trajectories,
-        "flat_tokens": report.flat_tokens,
-        "unique_tokens": report.unique_tokens,
-        "ideal": f"{report.ideal:.3f}",
-        "tree_seconds": f"{report.tree_seconds:.3f}",
-        "linear_seconds": f"{report.baselines[report.baseline]:.3f}",
-        "baseline": report.baseline,
-        "repeats": len(report.seconds["tree"]),
-        "speedup": f"{report.speedup:.3f}",
-        "speedup_min": f"{report.speedup_spread[0]:.3f}",
-        "speedup_max": f"{report.speedup_spread[1]:.3f}",
-        "efficiency": f"{report.efficiency:.3f}",
-    }
-
-
 def _git(root: Path, *arguments: str) -> str:
     try:
         run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
