@@ -17,7 +17,7 @@ import rows
 CASES = {
     "10,000 nested forks, 1024 tokens": ("forks", 10_000, 1024),
     "10,000 nested forks, 8192 tokens": ("forks", 10_000, 8192),
-    "star of 10,000 leaves, one part": ("star", 10_000, None),
+    "star of 10,000 leaves, no budget": ("star", 10_000, None),
     "star of 10,000 leaves, 1024 tokens": ("star", 10_000, 1024),
 }
 

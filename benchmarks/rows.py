@@ -108,10 +108,10 @@ def count(default: int) -> dict[str, Any]:
 
 
 def provenance() -> dict[str, str]:
-    """Date, commit (with a + where the library's source differs from it), processor, versions."""
+    """Date, commit (with a + where the library or a benchmark differs from it), processor, versions."""
     root = Path(__file__).parents[1]
     commit = _git(root, "rev-parse", "--short", "HEAD")
-    changed = "+" if _git(root, "status", "--porcelain", "--", "src") else ""
+    changed = "+" if _git(root, "status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results") else ""
     found = {
         "date": datetime.date.today().isoformat(),
         # The variable is for a copy of the tree without its history.
