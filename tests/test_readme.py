@@ -67,8 +67,8 @@ def test_the_readme_runs_as_it_stands_and_prints_what_it_says(monkeypatch, capsy
 
 def test_the_readme_fits_on_three_screens():
     assert (
-        len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 145
-    )  # the table of headline.py is nine of them
+        len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    )  # what headline.py writes is thirteen of them
 
 
 def test_the_readme_gives_the_gradients_of_row_by_row(names):
