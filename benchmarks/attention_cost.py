@@ -17,7 +17,7 @@ import treetrain as tt
 from treetrain.core.attention.rectangles import RectangleAttention
 from treetrain.core.attention.schedule import Forest
 from treetrain.core.tree.layout import PackedLayout, pack
-from workloads import load_workload
+from workloads import shaped
 
 HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15
 
@@ -46,10 +46,10 @@ def comb(chain: int, every: int, leg: int) -> list[list[int]]:
 def layouts() -> dict[str, PackedLayout]:
     """Trees: the efficiency benchmark's real ones, and synthetic ones of long paths."""
     found = {}
-    for name in ("tau_airline_calls", "tot_game24", "codet_humaneval"):
-        real = load_workload(name)
+    for name in ("tau_airline_calls_48", "tot_game24", "codet_humaneval"):
+        real = shaped(name)
         tree = tt.build_tree(real)
-        found[name] = pack(tree, tree.trained_edges()[0] > 0)
+        found[name.removesuffix("_48")] = pack(tree, tree.trained_edges()[0] > 0)
     for leaves, path in ((12, 2048), (64, 512)):
         found[f"random {leaves} x {path}"] = pack(tt.build_tree(random_tree(leaves, path)))
     for chain, every, leg in ((4096, 10, 5), (3000, 1, 2)):

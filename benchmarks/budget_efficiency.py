@@ -1,119 +1,77 @@
 """Speed under a budget on real trajectories on a CPU, against the FLOP-ideal of that budget.
 
-Run: python benchmarks/budget_efficiency.py [workload ...] [--repeats 5] [--baselines "packed 4096" ...]
+Run: python benchmarks/budget_efficiency.py [work ...] [--repeats 5] [--dry-run]. Eight minutes on two cores.
 
-SFT on a Qwen3-shaped model of 30M parameters, float32. The baselines train the rows that no other row extends, with the
-weights of all; all engines alternate in one process, a fresh process per workload. Budgets, in tokens: a quarter of the
-tree or the longest path, whichever is larger; half of the longest path. The ideal counts, besides the tree's own FLOPs,
-one forward of the fewest tokens that any plan within the budget must run twice. Rows are appended to
-results/budget_efficiency.csv.
+SFT on a Qwen3-shaped model of 30M parameters, float32; baseline and rounds are those of headline.py, in a fresh process
+per work. Budgets, in tokens: a quarter of the tree or the longest path, whichever is larger; half of the longest path,
+if that is at least 512 tokens: smaller passes are slow with or without a tree (pass_sizes.py). The ideal counts,
+besides the tree's own FLOPs, one forward of the fewest tokens that any plan within the budget must run twice. Rows are
+appended to results/budget_efficiency.csv; a work that has its rows at this commit is left out.
 """
 
 import os
-import statistics
-import sys
-import time
+from typing import Any
 
 import rows
-from workloads import load_workload, model_30m
+from workloads import WORKLOADS, model_30m, shaped
 
-NAMES = ("tau_airline_think", "tot_game24", "codet_humaneval")
+WORKS = {
+    "tool agent, think blocks dropped": WORKLOADS["tool agent, think blocks dropped"],
+    "sampled answers": ("codet_humaneval", 100),
+    "search trees": ("tot_game24", 200),
+}
+"""Larger than those of workloads.py where a quarter of the tree would be a pass of a few hundred tokens."""
+LEAST = 512
 
-BASELINES = ("packed 4096", "packed 8192", "padded 4096")
 
-
-def measure(name: str, repeats: int, baselines: list[str]) -> None:
-    """Benchmark one workload in this process and append a row per budget."""
+def measure(name: str, repeats: int, dry_run: bool) -> None:
+    """Time one work in this process and append a row per budget."""
+    if not dry_run and rows.has("budget_efficiency", work=name):
+        return print(f"{name}: has its rows at this commit")
     import torch
 
+    import rivals
     import treetrain as tt
-    from treetrain.check.bench import PaddedEngine
-    from treetrain.check.linear_engine import LinearEngine
+    from treetrain.check.bench import budget_share
     from treetrain.core.planning.plan import heights
-    from treetrain.models.work import cheapest_rows
+
+    class Bounded(rivals.Ours):
+        """The tree under a budget."""
+
+        def __init__(self, tokens: int) -> None:
+            self.options = {"budget": tokens}
+            super().__init__(model, batch)
 
     rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model, batch = model_30m(), load_workload(name)
+    model, batch = model_30m(), shaped(*WORKS[name])
     tree = tt.build_tree(batch)
-    merged = cheapest_rows(tree)
     layout = tt.TreeEngine(model).plan(tree).layout
     longest = int(layout.positions.max()) + 1
-    budgets = {"quarter": max(layout.num_tokens // 4, longest), "half path": longest // 2}
-    engines: dict[str, tt.TreeEngine] = {key: tt.TreeEngine(model, budget=value) for key, value in budgets.items()}
-    linear = {
-        "packed 4096": LinearEngine(model, pack_tokens=4096),
-        "packed 8192": LinearEngine(model, pack_tokens=8192),
-        "padded 4096": PaddedEngine(model, pack_tokens=4096),
-    }
-    linear = {key: engine for key, engine in linear.items() if key in baselines}
-    works = dict.fromkeys(linear, merged) | dict.fromkeys(engines, batch)
-    warm = _rounds(linear | engines, works, 1)
-    best = min(linear, key=lambda key: warm[key][0])
-    seconds = _rounds({best: linear[best]} | engines, works, repeats)
-    for key, budget in budgets.items():
-        plan = engines[key].plan(tree)
-        least = int((heights(layout) > budget).sum())
-        ideal = _ideal(tt.build_tree(merged), tree, model, layout, budget)
-        ratios = [slow / fast for slow, fast in zip(seconds[best], seconds[key])]
+    budgets = {"quarter": max(layout.num_tokens // 4, longest)}
+    if longest // 2 >= LEAST:
+        budgets["half path"] = longest // 2
+    ways = {key: Bounded(tokens) for key, tokens in budgets.items()}
+    found: dict[str, dict[str, Any]] = rivals.compare(model, batch, ways, repeats)
+    for key, tokens in budgets.items():
+        engine = ways[key].engine
+        plan = engine.plan(tree)
+        ideal = float(found[key]["ideal"]) * budget_share(plan, engine.cost.counts, tokens)
         row = {
-            "workload": name,
+            "work": name,
             "budget": key,
-            "budget_tokens": budget,
-            "tokens": layout.num_tokens,
+            "budget_tokens": tokens,
             "longest_path": longest,
             "parts": plan.num_parts,
             "passes_without_graph": plan.num_prefills,
             "recomputed": plan.recomputed_tokens,
-            "least_recomputed": least,
-            "predicted_seconds": f"{engines[key].cost.seconds(plan):.2f}",
+            "least_recomputed": int((heights(layout) > tokens).sum()),
+            **found[key],
             "ideal": f"{ideal:.3f}",
-            "seconds": f"{statistics.median(seconds[key]):.3f}",
-            "linear_seconds": f"{statistics.median(seconds[best]):.3f}",
-            "baseline": best,
-            "repeats": repeats,
-            "speedup": f"{statistics.median(ratios):.3f}",
-            "speedup_min": f"{min(ratios):.3f}",
-            "speedup_max": f"{max(ratios):.3f}",
-            "efficiency": f"{statistics.median(ratios) / ideal:.3f}",
+            "efficiency": f"{float(found[key]['speedup']) / ideal:.3f}",
         }
-        rows.append("budget_efficiency", row)
-        print(row, flush=True)
-
-
-def _ideal(merged, tree, model, layout, budget: int) -> float:
-    """FLOPs of the merged rows over those of the tree with the forward of the least recomputed tokens counted twice."""
-    from treetrain.core.planning.plan import heights
-    from treetrain.core.tree.layout import pairs_at
-    from treetrain.models.costs import count
-    from treetrain.models.work import linear_work, tree_work
-
-    shape = count(model)
-    twice = heights(layout) > budget
-    # A forward is a third of a step; the LM head is not needed to run a token again.
-    again = shape.flops(int(twice.sum()), pairs_at(layout.positions[twice]), 0) / 3
-    return shape.flops(*linear_work(merged)) / (shape.flops(*tree_work(tree)) + again)
-
-
-def _rounds(engines, works, count: int) -> dict[str, list[float]]:
-    from treetrain.losses import sft
-
-    seconds: dict[str, list[float]] = {key: [] for key in engines}
-    for number in range(count):
-        for key, engine in engines.items():
-            print(f"  round {number + 1} of {count}: {key}", file=sys.stderr, flush=True)
-            engine.model.zero_grad(set_to_none=False)
-            start = time.perf_counter()
-            engine.forward_backward(works[key], sft())
-            seconds[key].append(time.perf_counter() - start)
-    return seconds
+        rows.report("budget_efficiency", row, dry_run=dry_run)
 
 
 if __name__ == "__main__":
-    rows.run_each(
-        NAMES,
-        measure,
-        __doc__,
-        repeats=rows.count(5),
-        baselines={"nargs": "+", "default": list(BASELINES), "choices": BASELINES},
-    )
+    rows.run_each(WORKS, measure, __doc__, repeats=rows.count(5), dry_run=rows.DRY_RUN)

@@ -1,11 +1,13 @@
 """Very deep and very wide trees through a one-layer model on a CPU, in parts and as one part.
 
-Run: python benchmarks/deep_trees.py [name ...]
+Run: python benchmarks/deep_trees.py [name ...] [--repeats 5] [--dry-run]
 
 A chain of 10,000 nested forks (a leaf of one token hangs off every token of a path of 10,000: 5e7 flat tokens), and a
-star of 10,000 leaves. Rows are appended to results/deep_trees.csv.
+star of 10,000 leaves. Medians over the rounds; rows are appended to results/deep_trees.csv, and a case that has its row
+at this commit is left out.
 """
 
+import statistics
 import time
 
 import numpy as np
@@ -15,7 +17,7 @@ import rows
 CASES = {
     "10,000 nested forks, 1024 tokens": ("forks", 10_000, 1024),
     "10,000 nested forks, 8192 tokens": ("forks", 10_000, 8192),
-    "star of 10,000 leaves, None": ("star", 10_000, None),
+    "star of 10,000 leaves, no budget": ("star", 10_000, None),
     "star of 10,000 leaves, 1024 tokens": ("star", 10_000, 1024),
 }
 
@@ -61,20 +63,26 @@ def one_layer_model():
     return Qwen3ForCausalLM(config)
 
 
-def measure(name: str) -> None:
-    """Run one case once and append its row."""
+def measure(name: str, repeats: int, dry_run: bool) -> None:
+    """Run one case and append its row."""
+    if not dry_run and rows.has("deep_trees", case=name):
+        return print(f"{name}: has its row at this commit")
     import treetrain as tt
     from treetrain.losses import sft
 
     kind, count, budget = CASES[name]
-    start = time.perf_counter()
-    tree = nested_forks(count) if kind == "forks" else star(count)
-    built = time.perf_counter()
-    engine = tt.TreeEngine(one_layer_model(), budget=budget)
-    plan = engine.plan(tree)
-    planned = time.perf_counter()
-    result = engine.forward_backward(tree, sft())
-    done = time.perf_counter()
+    model, clocks = one_layer_model(), []
+    for _ in range(repeats):
+        model.zero_grad()
+        start = time.perf_counter()
+        tree = nested_forks(count) if kind == "forks" else star(count)
+        built = time.perf_counter()
+        engine = tt.TreeEngine(model, budget=budget)
+        plan = engine.plan(tree)
+        planned = time.perf_counter()
+        result = engine.forward_backward(tree, sft())
+        clocks.append((built - start, planned - built, time.perf_counter() - planned))
+    build, planning, step = zip(*clocks)
     row = {
         "case": name,
         "trajectories": tree.num_trajectories,
@@ -84,14 +92,16 @@ def measure(name: str) -> None:
         "segments": tree.num_segments,
         "parts": plan.num_parts,
         "recomputed": plan.recomputed_tokens,
-        "build_seconds": f"{built - start:.2f}",
-        "plan_seconds": f"{planned - built:.2f}",
-        "step_seconds": f"{done - planned:.2f}",
+        "rounds": repeats,
+        "build_seconds": f"{statistics.median(build):.2f}",
+        "plan_seconds": f"{statistics.median(planning):.2f}",
+        "step_seconds": f"{statistics.median(step):.2f}",
+        "step_seconds_min": f"{min(step):.2f}",
+        "step_seconds_max": f"{max(step):.2f}",
         "loss": f"{result.loss:.6f}",
     }
-    rows.append("deep_trees", row)
-    print(row, flush=True)
+    rows.report("deep_trees", row, dry_run=dry_run)
 
 
 if __name__ == "__main__":
-    rows.run_each(CASES, measure, __doc__)
+    rows.run_each(CASES, measure, __doc__, repeats=rows.count(5), dry_run=rows.DRY_RUN)

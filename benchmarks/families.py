@@ -1,18 +1,20 @@
-"""Measured speed-up of a tree over the best linear baseline, against the FLOP-ideal, for families that are not dense.
+"""The table of headline.py for models that are not dense, on calls of a tool agent.
 
-Run: python benchmarks/families.py [model ...] [--workload tau_airline_think] [--repeats 5] [--trial 4]
+Run: python benchmarks/families.py [model ...] [--repeats 5] [--dry-run]. Twelve minutes on two cores.
 
-Forward and backward of SFT, float32, on small random models of the real classes: a mixture of
-experts shaped like Qwen3-MoE, a hybrid of gated delta and attention layers shaped like Qwen3.5, and a hybrid of Mamba-2
-and attention layers shaped like Granite 4. All linear
-baselines (packed and padded, two sizes each) run on every fourth row; the fastest and the tree then alternate on all
-rows, in a fresh process per model. Rows are appended to results/families.csv.
+Forward and backward of SFT, float32, on small random models of the real classes: a mixture of experts shaped like
+Qwen3-MoE, a hybrid of gated delta and attention layers shaped like Qwen3.5, and a hybrid of Mamba-2 and attention
+layers shaped like Granite 4. The rows are calls whose template drops earlier think blocks, so that no row extends
+another. Baseline and rounds are those of headline.py, in a fresh process per model. Rows are appended to
+results/families.csv; a model that has its row at this commit is left out.
 """
 
 import os
 
 import rows
-from workloads import VOCAB, WORKLOADS, load_workload
+from workloads import VOCAB, load_workload
+
+WORK = "tool agent, think blocks dropped"
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -88,35 +90,22 @@ def granite_4_hybrid():
 MODELS = {"qwen3_moe": qwen3_moe, "qwen3_5_hybrid": qwen3_5_hybrid, "granite_4_hybrid": granite_4_hybrid}
 
 
-def measure(name: str, workload: str, repeats: int, trial: int) -> None:
-    """Benchmark one model in this process and append its row."""
+def measure(name: str, repeats: int, dry_run: bool) -> None:
+    """Time one model in this process and append its row."""
+    if not dry_run and rows.has("families", model=name):
+        return print(f"{name}: has its row at this commit")
     import torch
 
-    from treetrain.check.bench import bench
+    import rivals
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows.keep_memory()
     torch.manual_seed(0)
-    model = MODELS[name]()
-    tasks = load_workload(workload)
-    tried = bench(model, tasks[::trial], repeats=1)  # a round of all takes minutes
-    report = bench(model, tasks, repeats=repeats, baselines=[tried.baseline])
-    row = {
-        "model": name,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "workload": workload,
-        **rows.of_bench(report),
-    }
-    rows.append("families", row)
-    print(row, flush=True)
+    model, batch = MODELS[name](), load_workload(WORK)
+    found = rivals.compare(model, batch, {"tree": rivals.Ours(model, batch)}, repeats)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    rows.report("families", {"model": name, "parameters": parameters, "work": WORK, **found["tree"]}, dry_run=dry_run)
 
 
 if __name__ == "__main__":
-    rows.run_each(
-        MODELS,
-        measure,
-        __doc__,
-        workload={"default": "tau_airline_think", "choices": WORKLOADS},
-        repeats=rows.count(5),
-        trial={"type": int, "default": 4, "help": "baselines are tried on every so many-th row; 1: on all"},
-    )
+    rows.run_each(MODELS, measure, __doc__, repeats=rows.count(5), dry_run=rows.DRY_RUN)

@@ -1,17 +1,19 @@
 """Peak memory of the first step of share_prefixes with its check and without, on a CPU.
 
-Run: python benchmarks/first_step.py [case ...] [--dry-run]
+Run: python benchmarks/first_step.py [case ...] [--repeats 5] [--dry-run]
 
 Each case is one optimizer step of a trainer in a fresh process, with plain SGD, which holds no state. It has many
 tokens on the 30M model of workloads.py ("long rows", without a budget and under one), or few on a model of 162M,
 so that gradients are most of its memory. Peaks are of the process's resident memory above what it held before the step,
-so without the weights. The C library returns freed blocks at once here, so that this is the memory in use. Rows are
-appended to results/first_step.csv.
+so without the weights. The C library returns freed blocks at once here, so that this is the memory in use, which
+another load of the machine does not change. Medians over fresh processes. Rows are appended to results/first_step.csv;
+a case that has its row at this commit is left out.
 """
 
 import ctypes
 import gc
 import multiprocessing
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +125,31 @@ def _measure(sender: Any, name: str, check: bool) -> None:
     sender.close()
 
 
-def measure(name: str, dry_run: bool) -> None:
+def measure(name: str, repeats: int, dry_run: bool) -> None:
     """Append one row."""
-    without, with_check = peak(name, False), peak(name, True)
-    weights = without["weights"]
+    if not dry_run and rows.has("first_step", case=name):
+        return print(f"{name}: has its row at this commit")
+    drawn = [(peak(name, False), peak(name, True)) for _ in range(repeats)]
+    weights = drawn[0][0]["weights"]
+    without, checked = (statistics.median(pair[at]["peak"] for pair in drawn) for at in (0, 1))
+    ratios = [with_check["peak"] / plain["peak"] for plain, with_check in drawn]
     row = {
         "case": name,
         "rows": CASES[name]["rows"],
         "row_tokens": sum(CASES[name]["lengths"]),
         "budget": CASES[name].get("budget", ""),
         "weights_mb": f"{weights / 1e6:.1f}",
-        "step_mb": f"{without['peak'] / 1e6:.1f}",
-        "checked_step_mb": f"{with_check['peak'] / 1e6:.1f}",
-        "step_over_weights": f"{without['peak'] / weights:.2f}",
-        "checked_over_weights": f"{with_check['peak'] / weights:.2f}",
-        "checked_over_step": f"{with_check['peak'] / without['peak']:.3f}",
+        "rounds": repeats,
+        "step_mb": f"{without / 1e6:.1f}",
+        "checked_step_mb": f"{checked / 1e6:.1f}",
+        "step_over_weights": f"{without / weights:.2f}",
+        "checked_over_weights": f"{checked / weights:.2f}",
+        "checked_over_step": f"{statistics.median(ratios):.3f}",
+        "checked_over_step_min": f"{min(ratios):.3f}",
+        "checked_over_step_max": f"{max(ratios):.3f}",
     }
     rows.report("first_step", row, dry_run=dry_run)
 
 
 if __name__ == "__main__":
-    rows.run_each(CASES, measure, __doc__, dry_run=rows.DRY_RUN)
+    rows.run_each(CASES, measure, __doc__, repeats=rows.count(5), dry_run=rows.DRY_RUN)

@@ -18,7 +18,7 @@ import treetrain as tt
 from treetrain.losses import sft
 from treetrain.models.costs import cost_if_countable
 from treetrain.parallel.balance import dispatch
-from workloads import load_workload, model_30m
+from workloads import model_30m, shaped
 
 SIZE, WARMUP = 2, 1
 BAR = 0.9
@@ -26,7 +26,7 @@ BAR = 0.9
 
 def batch(count: int) -> list[tt.Trajectory]:
     """About `count` of the sampled answers of the CPU benchmarks, evenly spaced."""
-    rows = load_workload("codet_humaneval")
+    rows = shaped("codet_humaneval")
     return rows[:: max(len(rows) // count, 1)]
 
 

@@ -15,15 +15,7 @@ import sys
 
 import page
 import rows as result_rows
-
-WORKS = (
-    "search trees",
-    "sampled answers",
-    "tool agent, think blocks dropped",
-    "tool agent, calls extend calls",
-    "nothing shared (control)",
-)
-"""Those of rivals.py."""
+from workloads import WORKLOADS
 
 
 def measure(work: str, repeats: int, layers: int, dry_run: bool) -> None:
@@ -37,30 +29,12 @@ def measure(work: str, repeats: int, layers: int, dry_run: bool) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     result_rows.keep_memory()
     model, trajectories = rivals.make(work, layers)
-    counts = rivals.sizes(model, trajectories)
-    kinds = {"tree": rivals.Ours, "packed": rivals.MergedRows, "padded": rivals.PaddedRows, "each row": rivals.EachRow}
-    if counts["rows"] == counts["merged_rows"]:
-        del kinds["each row"]  # the same as packed
-    runs = {name: kind(model, trajectories) for name, kind in kinds.items()}
-    warm = rivals.take_turns(runs, 1)
-    baseline, slower = sorted(("packed", "padded"), key=lambda name: warm[name][0])
-    del runs[slower]
-    seconds = rivals.take_turns(runs, repeats)
-    each_row = rivals.speed(seconds.get("each row", seconds[baseline]), seconds["tree"])
-    found = rivals.speed(seconds[baseline], seconds["tree"])
-    row = {
-        "work": work,
-        **counts,
-        "baseline": baseline,
-        **found,
-        "efficiency": f"{float(found['speedup']) / float(counts['ideal']):.3f}",
-        "each_row_speedup": each_row["speedup"],
-    }
-    result_rows.report("headline", row, dry_run=dry_run)
+    found = rivals.compare(model, trajectories, {"tree": rivals.Ours(model, trajectories)}, repeats)
+    result_rows.report("headline", {"work": work, **found["tree"]}, dry_run=dry_run)
 
 
 if __name__ == "__main__":
     options = {"repeats": result_rows.count(5), "layers": result_rows.count(14)}
-    result_rows.run_each(WORKS, measure, __doc__, **options, dry_run=result_rows.DRY_RUN)
+    result_rows.run_each(WORKLOADS, measure, __doc__, **options, dry_run=result_rows.DRY_RUN)
     if "--here" not in sys.argv:
         print(page.headline(result_rows.RESULTS))

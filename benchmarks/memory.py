@@ -1,17 +1,19 @@
 """Peak memory of a step under a sweep of budgets: measured in a fresh process, against what the plan predicts.
 
-Run: python benchmarks/memory.py [case ...] [--threads 1]. Cases: tree_64x4096, a full binary tree of 64 rows of 4,096
-tokens on the preset model "tiny"; tau_airline_calls (benchmarks/workloads.py) on 30M parameters, with the linear
-baseline's single longest row beside it. CPU, float32, SFT; bytes above model and gradients. The fresh process runs
-with the C library's allocator as it is. Rows are appended to results/memory.csv.
+Run: python benchmarks/memory.py [case ...] [--repeats 5] [--dry-run]. Cases: a full binary tree of 64 rows of 4,096
+tokens on the preset model "tiny"; tool-agent calls whose template drops think blocks (benchmarks/workloads.py) on 30M
+parameters, beside the least that training without a tree needs, the longest row by itself. CPU, one thread, float32,
+SFT; bytes above model and gradients; medians over fresh processes, which run with the C library's allocator as it is.
+Another load of the machine changes nothing. Rows are appended to results/memory.csv; a case that has its rows at this
+commit is left out.
 """
 
-import argparse
 import contextlib
 import ctypes
 import gc
 import multiprocessing
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,12 @@ from treetrain.core.planning.make import Bytes
 from workloads import load_workload, model_30m
 
 LEAVES, PATH = 64, 4096
-TREE, TAU = "tree_64x4096", "tau_airline_calls"
+TREE, CALLS = "binary tree, 64 rows of 4,096 tokens", "tool agent, think blocks dropped"
 BUDGETS: dict[str, tuple[int | str, ...]] = {
     TREE: (16_384, 4_096, 1_024, 512, "1GB", "200MB"),
-    TAU: (4_439, 2_315, 1_158, 512, 256, 64, "1GB", "500MB", "250MB"),
+    CALLS: (3_518, 2_323, 1_161, 512, 256, 64, "1GB", "500MB", "250MB"),
 }
-"""tau_airline_calls: the whole tree, its longest path, half of that, and less."""
+"""Of the calls: the whole tree, its longest path, half of that, and less."""
 
 
 def binary_tree(leaves: int = LEAVES, path: int = PATH, vocabulary: int = 2048) -> list[tt.Trajectory]:
@@ -67,16 +69,15 @@ def peak_step_bytes(
     model: nn.Module,
     trajectories: Sequence[tt.Trajectory],
     loss: Any,
-) -> int | None:
+) -> int:
     """Peak bytes of one forward and backward above the model and its gradients.
 
     The model is sent to a new process, so that nothing that ran before is counted.
 
-    Returns:
-        bytes, or None on a system whose kernel does not report a process's peak.
+    Raises:
+        OSError: the system's kernel does not report a process's peak.
     """
-    if not Path("/proc/self/clear_refs").exists():
-        return None
+    Path("/proc/self/clear_refs").stat()
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     arguments = (sender, engine_type, options, model, list(trajectories), loss, torch.get_num_threads())
@@ -128,22 +129,25 @@ def _status_bytes(field: str) -> int:
     return int(match.group(1)) * 1024
 
 
-def measure(case: str) -> None:
+def measure(case: str, repeats: int, dry_run: bool) -> None:
     """Append one row per budget."""
+    if not dry_run and result_rows.has("memory", case=case):
+        return print(f"{case}: has its rows at this commit")
+    torch.set_num_threads(1)
     from treetrain.check.linear_engine import LinearEngine
     from treetrain.engine import TreeEngine
 
     model, trajectories = load(case)
     longest = [max(trajectories, key=len)]
-    engines = [(LinearEngine, {}, longest)] if case == TAU else []
+    engines = [(LinearEngine, {}, longest)] if case == CALLS else []
     engines += [(TreeEngine, {"budget": budget}, trajectories) for budget in BUDGETS[case]]
     baseline = None
     for kind, options, given in engines:
         engine = kind(model, **options)
         plan = engine.plan(given)
         predicted = engine.cost.peak_bytes(plan)
-        peak = peak_step_bytes(kind, options, model, given, tt.losses.sft())
-        assert peak is not None
+        peaks = [peak_step_bytes(kind, options, model, given, tt.losses.sft()) for _ in range(repeats)]
+        peak = statistics.median(peaks)
         baseline = peak if kind is LinearEngine else baseline
         budget = engine.budget
         row = {
@@ -155,27 +159,16 @@ def measure(case: str) -> None:
             "parts": plan.num_parts,
             "recomputed_tokens": plan.recomputed_tokens,
             "predicted_mb": f"{predicted / 1e6:.1f}",
+            "rounds": repeats,
             "measured_mb": f"{peak / 1e6:.1f}",
+            "measured_mb_min": f"{min(peaks) / 1e6:.1f}",
+            "measured_mb_max": f"{max(peaks) / 1e6:.1f}",
             "measured_over_predicted": f"{peak / predicted:.3f}",
             "measured_over_budget": f"{peak / budget.count:.3f}" if isinstance(budget, Bytes) else "",
             "measured_over_longest_row": f"{peak / baseline:.3f}" if baseline else "",
         }
-        result_rows.append("memory", row)
-        print(row, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(BUDGETS), help=", ".join(BUDGETS))
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    unknown = set(options.cases) - set(BUDGETS)
-    if unknown:
-        parser.error(f"unknown case {sorted(unknown)[0]!r}; there are {', '.join(BUDGETS)}")
-    torch.set_num_threads(options.threads)
-    for case in options.cases:
-        measure(case)
+        result_rows.report("memory", row, dry_run=dry_run)
 
 
 if __name__ == "__main__":
-    main()
+    result_rows.run_each(BUDGETS, measure, __doc__, repeats=result_rows.count(5), dry_run=result_rows.DRY_RUN)

@@ -2,8 +2,8 @@
 
 1. Batches of four million flat tokens in 65,536 rows, with much and little sharing, without a budget and with one of
    8,192 tokens: tree, trained predictions, layout and plan on one core (use the processor time
-   on a busy machine). Rows go to results/planning.csv.
-2. The trained work of the tasks of workloads.py at two budgets: the larger of a quarter of the tree and its longest
+   on a busy machine), medians over the repeats. Rows go to results/planning.csv.
+2. The trained work of the works of workloads.py at two budgets: the larger of a quarter of the tree and its longest
    path, and half the longest path. Predicted, not measured: parts, recomputed tokens and the least possible, seconds
    and those of the same work without extra passes. Rows go to results/plans.csv.
 """
@@ -63,16 +63,17 @@ def timed(rows: list[np.ndarray], budget: int | None, repeats: int) -> dict:
         "segments": len(layout.segment_parent),
         "parts": plan.num_parts,
         "recomputed": plan.recomputed_tokens,
-        "repeats": repeats,
+        "rounds": repeats,
         **{f"cpu_s_{name}": round(float(s), 3) for name, s in zip(("build", "trained", "pack", "plan"), steps)},
         "cpu_s_median": round(float(np.median(total)), 3),
+        "cpu_s_min": round(float(total.min()), 3),
         "cpu_s_max": round(float(total.max()), 3),
         "wall_s_median": round(float(np.median(walls)), 3),
     }
 
 
 def planned(name: str) -> list[dict]:
-    """A task's plans at these two budgets."""
+    """A work's plans at these two budgets."""
     tree = build_tree(load_workload(name))
     layout = pack(tree, tree.trained_edges()[0] > 0)
     longest = int(heights(layout).max())
@@ -86,7 +87,7 @@ def planned(name: str) -> list[dict]:
         ideal = whole + forward * least
         found.append(
             {
-                "task": name,
+                "work": name,
                 "tokens": layout.num_tokens,
                 "longest": longest,
                 "bar": words,
@@ -112,9 +113,13 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, rows in batches().items():
         for budget in BUDGETS:
+            if not arguments.dry_run and result_rows.has("planning", rows=name, budget=str(budget or "none")):
+                continue
             row = {"rows": name, "budget": budget or "none"} | timed(rows, budget, arguments.repeats)
             result_rows.report("planning", row, dry_run=arguments.dry_run)
     for name in WORKLOADS:
+        if not arguments.dry_run and result_rows.has("plans", work=name):
+            continue
         for row in planned(name):
             result_rows.report("plans", row, dry_run=arguments.dry_run)
 

@@ -20,7 +20,7 @@ Hugging Face model whose attention function is replaced through transformers' ow
 
 Time is of forward and backward of SFT, medians over rounds in which all take turns; memory is the peak of a step in a
 process of its own; the error is that of the gradients against every row by itself in float64. Rows are appended to
-results/rivals.csv. Trees have the shapes of real trajectories (benchmarks/shapes), those of headline.py.
+results/rivals.csv. Trees have the shapes of real trajectories (benchmarks/shapes), those of workloads.py.
 """
 
 import gc
@@ -42,22 +42,11 @@ from transformers import AttentionInterface
 import rows as result_rows
 import treetrain as tt
 from memory import _status_bytes, _touch_weights_and_gradients
-from tree_shapes import load, rows_of
 from treetrain.check.bench import PaddedEngine
 from treetrain.check.linear_engine import LinearEngine
 from treetrain.models.work import cheapest_rows, linear_work, tree_work
-from workloads import VOCAB, qwen3_model
+from workloads import VOCAB, WORKLOADS, load_workload, qwen3_model
 
-WORKS = {
-    "search trees": ("tot_game24", 148),
-    "sampled answers": ("codet_humaneval", 48),
-    "tool agent, think blocks dropped": ("tau_airline_think_48", 9),
-    "tool agent, calls extend calls": ("tau_airline_calls_48", 9),
-    "nothing shared (control)": ("unrelated", 16),
-}
-"""A shape, and how many of its rows: leaves of six search trees, answers to a prompt, calls of two conversations.
-
-Of the calls that extend calls, 7 of 9 are prefixes of others, which need no tree to be trained once."""
 PACKED = 4096
 """Tokens of a pass of the rivals that run rows, or groups of rows."""
 
@@ -362,10 +351,10 @@ class Ours(Rival):
     """This library."""
 
     engine_type: Any = tt.TreeEngine
+    options: Mapping[str, Any] = {}
 
     def prepare(self) -> None:
-        options = {} if self.engine_type is tt.TreeEngine else {"pack_tokens": PACKED}
-        self.engine = self.engine_type(self.model, check=False, **options)
+        self.engine = self.engine_type(self.model, check=False, **self.options)
 
     def step(self) -> None:
         self.engine.forward_backward(self.rows, tt.losses.sft(), normaliser=self.total)
@@ -374,7 +363,7 @@ class Ours(Rival):
 class MergedRows(Ours):
     """Rows that no other row extends, packed."""
 
-    engine_type = LinearEngine
+    engine_type, options = LinearEngine, {"pack_tokens": PACKED}
 
     def prepare(self) -> None:
         super().prepare()
@@ -390,7 +379,7 @@ class PaddedRows(MergedRows):
 class EachRow(Ours):
     """Every row, packed."""
 
-    engine_type = LinearEngine
+    engine_type, options = LinearEngine, {"pack_tokens": PACKED}
 
 
 RIVALS: dict[str, type[Rival]] = {
@@ -406,8 +395,7 @@ RIVALS: dict[str, type[Rival]] = {
 
 def make(work: str, layers: int) -> tuple[nn.Module, list[tt.Trajectory]]:
     """The model and the rows of a work."""
-    shape, rows = WORKS[work]
-    return qwen3_model(layers=layers, vocab_size=VOCAB), rows_of(load(shape)[:rows], VOCAB)
+    return qwen3_model(layers=layers, vocab_size=VOCAB), load_workload(work)
 
 
 def reference_gradients(model: nn.Module, rows: Sequence[tt.Trajectory]) -> Tensor:
@@ -457,8 +445,11 @@ def measure(work: str, repeats: int, layers: int, dry_run: bool) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     result_rows.keep_memory()
     model, rows = make(work, layers)
+    counts = sizes(model, rows)
     rivals: dict[str, Rival] = {}
     for name, kind in RIVALS.items():
+        if kind is EachRow and counts["rows"] == counts["merged_rows"]:
+            continue  # the same as "rows"
         try:
             rivals[name] = kind(model, rows)
         except NotImplementedError as error:
@@ -473,12 +464,41 @@ def measure(work: str, repeats: int, layers: int, dry_run: bool) -> None:
         row = {
             "work": work,
             "rival": name,
-            **sizes(model, rows),
+            **counts,
             **speed(seconds["rows"], seconds[name]),
             "peak_mb": peak_bytes(name, work, layers) >> 20,
             "gradient_error": f"{errors[name]:.1e}",
         }
         result_rows.report("rivals", row, dry_run=dry_run)
+
+
+def compare(
+    model: nn.Module, rows: Sequence[tt.Trajectory], ways: Mapping[str, Rival], repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Columns of every way: against the fastest run without a tree, and against every row by itself.
+
+    Rows that another row extends or repeats are merged into it, and the others packed, or padded if that is faster in
+    the round that warms up. Every row by itself is packed. All take turns.
+    """
+    counts = sizes(model, rows)
+    linear: dict[str, Rival] = {"packed": MergedRows(model, rows), "padded": PaddedRows(model, rows)}
+    apart: dict[str, Rival] = {"each row": EachRow(model, rows)} if counts["rows"] > counts["merged_rows"] else {}
+    warm = take_turns(linear | dict(ways), 1)
+    baseline = min(linear, key=lambda name: warm[name][0])
+    seconds = take_turns({baseline: linear[baseline]} | apart | dict(ways), repeats)
+    found = {}
+    for name in ways:
+        each_row = speed(seconds.get("each row", seconds[baseline]), seconds[name])
+        against = speed(seconds[baseline], seconds[name])
+        found[name] = {
+            **counts,
+            "baseline": baseline,
+            "linear_seconds": f"{statistics.median(seconds[baseline]):.3f}",
+            **against,
+            "efficiency": f"{float(against['speedup']) / float(counts['ideal']):.3f}",
+            "each_row_speedup": each_row["speedup"],
+        }
+    return found
 
 
 def take_turns(rivals: Mapping[str, Rival], rounds: int) -> dict[str, list[float]]:
@@ -526,4 +546,4 @@ def sizes(model: nn.Module, rows: Sequence[tt.Trajectory]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     numbers = {"repeats": result_rows.count(5), "layers": result_rows.count(14)}
-    result_rows.run_each(WORKS, measure, __doc__, **numbers, dry_run=result_rows.DRY_RUN)
+    result_rows.run_each(WORKLOADS, measure, __doc__, **numbers, dry_run=result_rows.DRY_RUN)

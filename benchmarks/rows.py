@@ -108,10 +108,10 @@ def count(default: int) -> dict[str, Any]:
 
 
 def provenance() -> dict[str, str]:
-    """Date, commit (with a + where the library's source differs from it), processor, versions."""
+    """Date, commit (with a + where the library or a benchmark differs from it), processor, versions."""
     root = Path(__file__).parents[1]
     commit = _git(root, "rev-parse", "--short", "HEAD")
-    changed = "+" if _git(root, "status", "--porcelain", "--", "src") else ""
+    changed = "+" if _git(root, "status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results") else ""
     found = {
         "date": datetime.date.today().isoformat(),
         # The variable is for a copy of the tree without its history.
@@ -167,24 +167,6 @@ def report(name: str, row: dict[str, Any], *, dry_run: bool = False) -> None:
     print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
     if not dry_run:
         append(name, row)
-
-
-def of_bench(report: Any) -> dict[str, Any]:
-    """The columns of a `treetrain.check.bench.BenchReport` that every benchmark of a speed-up has."""
-    return {
-        "trajectories": report.trajectories,
-        "flat_tokens": report.flat_tokens,
-        "unique_tokens": report.unique_tokens,
-        "ideal": f"{report.ideal:.3f}",
-        "tree_seconds": f"{report.tree_seconds:.3f}",
-        "linear_seconds": f"{report.baselines[report.baseline]:.3f}",
-        "baseline": report.baseline,
-        "repeats": len(report.seconds["tree"]),
-        "speedup": f"{report.speedup:.3f}",
-        "speedup_min": f"{report.speedup_spread[0]:.3f}",
-        "speedup_max": f"{report.speedup_spread[1]:.3f}",
-        "efficiency": f"{report.efficiency:.3f}",
-    }
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -1,14 +1,15 @@
 """Time of an optimizer step under FSDP2, ZeRO-2 and ZeRO-3 with and without share_prefixes, on two processes.
 
-Run: python benchmarks/sharded_trainers.py [way ...] [--rows 4] [--steps 2] [--dry-run]
+Run: python benchmarks/sharded_trainers.py [way ...] [--rows 3] [--steps 5] [--dry-run]
 
 A plain `transformers.Trainer` with SGD takes the shortest tool-agent calls of one task as micro-batches of one row,
-which pads nothing; each process has half of them in a step. The model is that of workloads.py (30M parameters,
+which pads nothing; each process has half of them in a step. Their template drops earlier think blocks, so no call
+extends another and nothing could be merged without a tree. The model is that of workloads.py (30M parameters,
 float32), with one thread in each of two gloo processes. accelerate shards it, with its own defaults. The two trainings
 follow each other, each with one step to warm up; the slower process counts, and the median over the timed steps. A step
 is everything between the trainer's `on_step_begin` and `on_step_end`, the optimizer's step included. The ideal is the
-ratio of FLOPs. About 5 minutes on two idle cores. ZeRO needs deepspeed (`make test-deepspeed` makes an environment).
-Rows are appended to results/sharded_trainers.csv.
+ratio of FLOPs. Two minutes for each way on two idle cores. ZeRO needs deepspeed (`make test-deepspeed` makes an
+environment). Rows are appended to results/sharded_trainers.csv; a way that has its row at this commit is left out.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import rows
-from workloads import load_workload, model_30m
+from workloads import model_30m, shaped
 
 IGNORED = -100
 SIZE = 2
@@ -37,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def calls(count: int) -> list:
     """The shortest calls of one task of tau_airline, so that each process has `count`."""
-    return sorted(load_workload("tau_airline_calls"), key=len)[: SIZE * count]
+    return sorted(shaped("tau_airline_think_48"), key=len)[: SIZE * count]
 
 
 def prepare(rank: int) -> None:
@@ -121,12 +122,15 @@ def measure(way: str, steps: int, dry_run: bool, **options: int) -> None:
     """Time one way and append a row."""
     import treetrain as tt
     from treetrain.models.costs import count
-    from treetrain.models.work import linear_work, tree_work
+    from treetrain.models.work import cheapest_rows, linear_work, tree_work
 
     if "deepspeed" in WAYS[way] and importlib.util.find_spec("deepspeed") is None:
         print(f"left out: {way}, since deepspeed is not installed")
         return
+    if not dry_run and rows.has("sharded_trainers", way=way):
+        return print(f"{way}: has its row at this commit")
     drawn, shape = calls(options["rows"]), count(model_30m())
+    assert len(cheapest_rows(tt.build_tree(drawn))) == len(drawn), "rows that extend others need no tree"
     trees = [tt.build_tree(own) for own in (drawn[: len(drawn) // SIZE], drawn[len(drawn) // SIZE :])]
     linear, ours = (
         max(shape.flops(*work(tree, shape.attention_ranges)) for tree in trees) for work in (linear_work, tree_work)
@@ -134,12 +138,10 @@ def measure(way: str, steps: int, dry_run: bool, **options: int) -> None:
     ranks = rows.on_ranks(train, SIZE, way, drawn, steps, timeout=1800)
     # The slower process of each step counts.
     seconds, processor = (
-        {
-            shared: statistics.median(max(each) for each in zip(*(rank[shared][kind] for rank in ranks)))
-            for shared in (True, False)
-        }
+        {shared: [max(each) for each in zip(*(rank[shared][kind] for rank in ranks))] for shared in (True, False)}
         for kind in (0, 1)
     )
+    ratios = [plain / fast for plain, fast in zip(seconds[False], seconds[True])]
     ideal = linear / ours
     row = {
         "way": way,
@@ -147,14 +149,16 @@ def measure(way: str, steps: int, dry_run: bool, **options: int) -> None:
         "rows": len(drawn),
         "flat_tokens": sum(tree.num_flat_tokens for tree in trees),
         "unique_tokens": sum(tree.num_tokens for tree in trees),
-        "steps": steps,
-        "plain_seconds": f"{seconds[False]:.3f}",
-        "seconds": f"{seconds[True]:.3f}",
-        "speedup": f"{seconds[False] / seconds[True]:.3f}",
+        "rounds": steps,
+        "plain_seconds": f"{statistics.median(seconds[False]):.3f}",
+        "seconds": f"{statistics.median(seconds[True]):.3f}",
+        "speedup": f"{statistics.median(ratios):.3f}",
+        "speedup_min": f"{min(ratios):.3f}",
+        "speedup_max": f"{max(ratios):.3f}",
         "ideal": f"{ideal:.3f}",
-        "efficiency": f"{seconds[False] / seconds[True] / ideal:.3f}",
-        "plain_cpu_seconds": f"{processor[False]:.3f}",
-        "cpu_seconds": f"{processor[True]:.3f}",
+        "efficiency": f"{statistics.median(ratios) / ideal:.3f}",
+        "plain_cpu_seconds": f"{statistics.median(processor[False]):.3f}",
+        "cpu_seconds": f"{statistics.median(processor[True]):.3f}",
         "accelerate": version("accelerate"),
         "deepspeed": version("deepspeed") if "deepspeed" in WAYS[way] else "",
     }
@@ -162,4 +166,4 @@ def measure(way: str, steps: int, dry_run: bool, **options: int) -> None:
 
 
 if __name__ == "__main__":
-    rows.run_each(WAYS, measure, __doc__, rows=rows.count(4), steps=rows.count(2), dry_run=rows.DRY_RUN)
+    rows.run_each(WAYS, measure, __doc__, rows=rows.count(3), steps=rows.count(5), dry_run=rows.DRY_RUN)

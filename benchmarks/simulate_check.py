@@ -29,7 +29,7 @@ from treetrain.core.planning.devices import DEVICES, Device
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.simulation.simulate import OPTIMISER_BYTES, Simulation, simulate
 from treetrain.simulation.splits import Split
-from workloads import VOCAB, load_workload
+from workloads import VOCAB, shaped
 
 TASK = "tau_airline_calls"
 BUDGET = 1024
@@ -250,7 +250,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > BUSY:
         print(f"warning: {load:.1f} processes want a core already; times will be too long")
-    batch = load_workload(TASK)
+    batch = shaped(f"{TASK}_48")
     tree = build_tree(batch)
     with tempfile.TemporaryDirectory() as folder:
         small_model().save_pretrained(folder)

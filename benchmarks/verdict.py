@@ -1,11 +1,11 @@
 """The verdict of `treetrain inspect` against measured times, in one batch and in batches of eight rows.
 
-Run: python benchmarks/verdict.py [workload ...] [--repeats 5]
+Run: python benchmarks/verdict.py [work ...] [--repeats 5] [--dry-run]. Six minutes.
 
-Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the first sixth of the rows of
-each workload (benchmarks/workloads.py); a fresh process per workload, one thread. Measured is the processor time of the
-rows that no other row extends, each by itself (the fastest of `bench`'s baselines), over that of the trees of all
-batches, in turns; both sides in as many batches. Rows are appended to results/verdict.csv.
+Forward and backward of SFT, float32, a Qwen3-shaped model of 4 layers and 7M parameters, the works of workloads.py; a
+fresh process for each, one thread. Measured is the processor time of the rows that no other row extends (the fastest of
+`bench`'s baselines), over that of the trees of all batches, in turns; both sides in as many batches. Rows are appended
+to results/verdict.csv; a work that has its rows at this commit is left out.
 """
 
 import re
@@ -31,8 +31,10 @@ def small_model():
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **more, tie_word_embeddings=True))
 
 
-def measure(name: str, repeats: int) -> None:
-    """Compare on one workload in this process and append two rows."""
+def measure(name: str, repeats: int, dry_run: bool) -> None:
+    """Compare on one work in this process and append two rows."""
+    if not dry_run and rows.has("verdict", work=name):
+        return print(f"{name}: has its rows at this commit")
     import torch
 
     import treetrain as tt
@@ -44,7 +46,6 @@ def measure(name: str, repeats: int) -> None:
     torch.set_num_threads(1)
     rows.keep_memory()
     model, trajectories = small_model(), load_workload(name)
-    trajectories = trajectories[: 21 if name.startswith("tau") else len(trajectories) // 6]
     shape = Shape(counts=cost_of(model).counts, name="7M", assumed=False)
     tree = tt.build_tree(trajectories)
     linear_rows = cheapest_rows(tree)
@@ -67,20 +68,21 @@ def measure(name: str, repeats: int) -> None:
         verdict = inspect_rows(trajectories, shape, batch_size=size).verdict()
         predicted, measured = float(re.search(r"([\d.]+)x", verdict)[1]), statistics.median(ratios)
         row = {
-            "workload": name,
+            "work": name,
             "batch": size,
             "rows": len(trajectories),
             "linear_rows": len(linear_rows),
             "said": verdict.split(",")[0].removeprefix("Train as a tree: "),
             "verdict": f"{predicted:.2f}",
-            "measured": f"{measured:.3f}",
-            "measured_min": f"{min(ratios):.3f}",
-            "measured_max": f"{max(ratios):.3f}",
+            "rounds": repeats,
+            "speedup": f"{measured:.3f}",
+            "speedup_min": f"{min(ratios):.3f}",
+            "speedup_max": f"{max(ratios):.3f}",
             "efficiency": f"{measured / predicted:.3f}",
         }
-        rows.report("verdict", row)
+        rows.report("verdict", row, dry_run=dry_run)
 
 
 if __name__ == "__main__":
-    rows.run_each({name: each for name, each in WORKLOADS.items() if name != "unrelated"}, measure, __doc__,
-                  repeats=rows.count(5))  # fmt: skip
+    works = [name for name in WORKLOADS if not name.endswith("(control)")]
+    rows.run_each(works, measure, __doc__, repeats=rows.count(5), dry_run=rows.DRY_RUN)

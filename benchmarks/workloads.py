@@ -1,4 +1,4 @@
-"""The fixed tasks and the model of the CPU benchmarks: trees of real data, of about 30,000 flat tokens each.
+"""The fixed works and the model of the CPU benchmarks: trees of real data, of 2,000 to 16,000 flat tokens each.
 
 Rows have the shapes of benchmarks/shapes and random tokens, so nothing is needed beside this repository.
 """
@@ -14,23 +14,26 @@ DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / 
 VOCAB = 16_384
 """Compact, so that the head has its usual share of a model's FLOPs."""
 WORKLOADS = {
-    "tau_airline_think": "tau_airline_think_48",
-    "tau_airline_calls": "tau_airline_calls_48",
-    "tot_game24": "tot_game24",
-    "codet_humaneval": "codet_humaneval",
-    "unrelated": "unrelated",
+    "search trees": ("tot_game24", 148),
+    "sampled answers": ("codet_humaneval", 48),
+    "tool agent, think blocks dropped": ("tau_airline_think_48", 9),
+    "tool agent, calls extend calls": ("tau_airline_calls_48", 9),
+    "nothing shared (control)": ("unrelated", 16),
 }
-"""The shape of each task.
+"""A shape, and how many of its rows: leaves of search trees, answers to a prompt, calls of two conversations.
 
-Calls of a tool agent in four trials of a task, by a template that drops earlier think blocks and by one that keeps
-prefixes; all leaves of six search trees; 100 samples of each of two prompts; the first sample of each of 164 prompts,
-which share nothing: the control.
-"""
+Of the calls that extend calls, 7 of 9 are prefixes of others, which need no tree to be trained once. Of the sampled
+answers 13 repeat another one."""
 
 
 def load_workload(name: str) -> list[tt.Trajectory]:
-    """The rows of a task."""
-    return rows_of(load(WORKLOADS[name]), VOCAB)
+    """The rows of a work."""
+    return shaped(*WORKLOADS[name])
+
+
+def shaped(shape: str, rows: int | None = None) -> list[tt.Trajectory]:
+    """The first rows of a shape; all of them without a number."""
+    return rows_of(load(shape)[:rows], VOCAB)
 
 
 def tokenizer():

@@ -1,10 +1,11 @@
 """Hooks of the docs site: pages of the repository's root join it, and links to source files lead to the repository.
 
 The pages in docs/ are written for GitHub too, where `../CHANGELOG.md` and `../examples/own_model.py` are links. On the
-site the first is a page. The second leads to the repository if `REPOSITORY_URL` names its address; else it is text.
+site the first is a page. The second leads to the repository if pyproject.toml names its address; else it is text.
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -14,6 +15,14 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OF_ROOT = ("BENCHMARKS.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^):#\s]+)(?P<anchor>#[^)]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Take the address of the repository from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    if address := project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]:
+        config.repo_url, config.repo_name = address, "repository"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

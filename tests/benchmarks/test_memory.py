@@ -23,7 +23,6 @@ def test_peak_memory_grows_with_the_step_and_counts_neither_model_nor_imports(mo
 
     model, loss = load_model("tiny"), tt.losses.sft()
     small, large = (peak_step_bytes(TreeEngine, {}, model, rows_of(length), loss) for length in (500, 2_000))
-    assert small is not None and large is not None
     # A token of this model keeps tens of kB of activations; a process that has only imported torch holds 200 MB.
     assert 1_000_000 < small < 150_000_000
     assert large > 2 * small

@@ -22,8 +22,10 @@ def rivals(monkeypatch):
 @pytest.fixture
 def rows(rivals):
     """Rows that fork twice, one that another extends, and one of its own; trained at their ends."""
+    from tree_shapes import rows_of
+
     shape = [[-1, 0, 40, 10], [0, 30, 20, 20], [0, 12, 25, 5], [1, 41, 9, 9], [0, 35, 0, 5], [-1, 0, 17, 16]]
-    return rivals.rows_of(shape, 500)
+    return rows_of(shape, 500)
 
 
 @pytest.mark.parametrize("name", ["rows", "each row", "dense mask", "prefix groups", "segments", "tree"])
@@ -44,6 +46,26 @@ def test_groups_of_depth_one_are_those_that_compute_the_fewest_tokens(rivals):
     depth = {-1: 0} | {at: int(tree.depth[at]) + 1 for at in range(tree.num_tokens)}
     found = {tuple(sorted(members)): depth[at] for at, members in rivals.fewest_tokens(tree)}
     assert found == {(0, 1, 2): 18, (3, 4): 18, (5,): 0}  # 21 + 20 + 5 tokens; one group of all five has 10 + 45
+
+
+def test_a_speed_up_is_against_merged_rows_and_stands_beside_that_against_every_row(rivals, rows, monkeypatch):
+    """With a clock that counts the tokens of a step, so that the figures are known."""
+    from workloads import qwen3_model
+
+    model = qwen3_model(layers=1, vocab_size=500)
+
+    def tokens(ways, rounds):
+        of_tree = {"tree": rows_tree.num_tokens}
+        return {name: [of_tree.get(name) or sum(map(len, way.rows))] * rounds for name, way in ways.items()}
+
+    rows_tree = tt.build_tree(rows)
+    monkeypatch.setattr(rivals, "take_turns", tokens)
+    found = rivals.compare(model, rows, {"tree": rivals.Ours(model, rows)}, 5)["tree"]
+    merged, unique = 40 + 50 + 37 + 50 + 17, 40 + 20 + 25 + 9 + 17  # the row of 35 tokens is a prefix of the first
+    assert (found["rows"], found["merged_rows"], found["unique_tokens"], found["rounds"]) == (6, 5, unique, 5)
+    assert float(found["speedup"]) == pytest.approx(merged / unique, abs=1e-3)
+    assert float(found["each_row_speedup"]) == pytest.approx(sum(map(len, rows)) / unique, abs=1e-3)
+    assert float(found["ideal"]) < float(found["each_row_ideal"])
 
 
 def test_flex_attention_says_why_it_does_not_run_on_a_cpu(rivals, rows):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import treetrain as tt
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".jinja", ".json", ".css", ".typed"}
 TOP_OF_SDIST = {
-    "src", "tests", "docs", "examples", "benchmarks", "mkdocs.yml", "Makefile", "README.md", "BENCHMARKS.md",
+    "src", "tests", "docs", "examples", "benchmarks", "mkdocs.yml", "Makefile", "hatch_build.py", "README.md",
+    "BENCHMARKS.md",
     "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CITATION.cff", "LICENSE", "pyproject.toml",
     "PKG-INFO", ".gitignore",
 }  # fmt: skip
@@ -83,6 +85,8 @@ def test_the_wheel_holds_the_package_and_its_metadata_alone(builds):
         metadata = archive.read(f"{info}/METADATA").decode()
     assert of_package - {""} <= SUFFIXES
     assert wheel.name == f"treetrain-{tt.__version__}-py3-none-any.whl" and wheel.stat().st_size < 2**20
+    assert "Description-Content-Type: text/markdown" in metadata and "arxiv.org/abs/2511.00413" in metadata
+    assert not re.search(r"\]\((?!https?:)", metadata), "the package index has no files beside the text"
     assert "License-Expression: Apache-2.0" in metadata and "Requires-Python: >=3.11" in metadata
 
 

@@ -1,5 +1,6 @@
 """What the project says about itself in several files is the same in all of them."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -33,6 +34,34 @@ def test_the_version_is_that_of_the_citation_and_of_the_newest_release_in_the_ch
     cited = re.search(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE)
     assert cited is not None and cited[1] == tt.__version__
     assert re.findall(r"^## (\d\S*)", read("CHANGELOG.md"), re.MULTILINE)[0] == tt.__version__
+
+
+ADDRESS = tomllib.loads(read("pyproject.toml"))["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+NO_ADDRESS = "<the address of this repository>"
+
+
+def test_the_address_of_the_repository_stands_wherever_it_is_needed():
+    """CONTRIBUTING.md lists these places; they are filled by hand when pyproject.toml names the address."""
+    assert f"git clone {ADDRESS or NO_ADDRESS} treetrain" in read("README.md")
+    assert ("repository-code: " in read("CITATION.cff")) == bool(ADDRESS)
+    assert not ADDRESS or f"repository-code: {ADDRESS}" in read("CITATION.cff")
+    assert not ADDRESS or f"{ADDRESS}/actions/workflows/ci.yml/badge.svg" in read("README.md")
+
+
+def test_links_of_the_readme_are_absolute_in_the_packages_and_text_without_an_address():
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    text = "![a tree](docs/a.svg) see [b](docs/b.md#c), [d](https://e/f), [g](#h)"
+    assert hook.with_absolute_links(text, "https://x/y") == (
+        "![a tree](https://x/y/raw/main/docs/a.svg) see [b](https://x/y/blob/main/docs/b.md#c), "
+        "[d](https://e/f), [g](#h)"
+    )
+    assert hook.with_absolute_links(text, "") == " see b, [d](https://e/f), [g](#h)"
+    assert hook.urls("https://x/y")["Issues"] == "https://x/y/issues"
+    assert all(address.startswith("https://arxiv.org/") for address in hook.urls("").values())
 
 
 def test_every_extra_that_a_message_or_a_page_names_exists():
