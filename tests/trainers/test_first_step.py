@@ -336,6 +336,17 @@ def test_rows_by_themselves_are_those_of_every_trainer(name, tmp_path):
     assert not once or once[0] < 1e-4
 
 
+@pytest.mark.parametrize("how", [True, "rows"])
+def test_a_batch_with_nothing_to_compare_leaves_the_comparison_for_the_next(how, tmp_path):
+    model, batch = runs.model(), batch_of(IDS)
+    trainer = tt.share_prefixes(plain_trainer(model, tmp_path), check=how)
+    sharing: Any = trainer.prefix_sharing  # type: ignore[attr-defined]
+    nothing = batch | {"labels": torch.full_like(batch["labels"], -100)}
+    question = Question(model.forward, sharing.output, nothing, sharing.output.rows(nothing, model))  # type: ignore
+    sharing._check_first_step(question, sharing._engine_for(model, sharing.output), balanced=False)
+    assert sharing.check == how and type(sharing.check) is type(how)
+
+
 def test_what_check_takes_is_said(tmp_path):
     with pytest.raises(ValueError, match="check is 'batch'; give True, False or 'rows'"):
         tt.share_prefixes(plain_trainer(runs.model(), tmp_path), check="batch")  # type: ignore[arg-type]
