@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SUMMARY = (
     "The built-in model learns recorded games of a small agent, as a tree and row by row in turns: exactness, a table "
-    "of both as they run, and what the model writes before and after. Two cores take about a minute; no network."
+    "of both as they run, and what the model writes before and after. Two cores take about two minutes; no network."
 )
 DIFFERENT = 1
 """The exit code where the gradients are not exact, or the loss curves differ."""
@@ -205,6 +205,8 @@ def _run_training(connection: Connection, execution: str, output: Path, steps: i
         trainer.save_model()
         trainer.save_state()
         connection.send(_first_turns(output, model, tokenizer))
+    except (EOFError, BrokenPipeError):
+        return  # the command was killed
     except Exception as error:
         connection.send(error)
 
