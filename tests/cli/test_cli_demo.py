@@ -69,7 +69,7 @@ def test_curves_that_lie_apart_are_said(tmp_path, capsys, apart, agree) -> None:
     assert demo._compare(tmp_path, console()) is agree
     said = capsys.readouterr().out
     assert ("THEY DIFFER" in said) is not agree and f"{apart:.1e} nats apart over 3 steps" in said
-    assert "speed-up 3.00x (median over steps), FLOP-ideal 3.00x, efficiency 1.00; 60 tokens" in said
+    assert "speed-up 3.00x (median over steps), 3.00x by FLOPs; 60 tokens" in said
     assert (tmp_path / "run.html").read_text().startswith("<!DOCTYPE html>")
 
 

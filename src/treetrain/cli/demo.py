@@ -164,7 +164,7 @@ def _received(training: Training) -> Any:
         training.process.join()
         raise ChildProcessError(
             f"a training of the demo ended with exit code {training.process.exitcode}; -9 is mostly the system's, for "
-            "lack of memory (the demo needs 4 GB)"
+            "lack of memory (both need 3 GB)"
         ) from None
     if isinstance(message, Exception):
         raise message
@@ -255,7 +255,7 @@ def _first_turns(output: Path, model: "PreTrainedModel", tokenizer: "PreTrainedT
 
 
 def _print_texts(before: dict[str, str], after: dict[str, str], out: "Console") -> None:
-    out.print("\nThe model began with random weights and learned these games by heart. Its first turn, greedy:")
+    out.print("\nThe likeliest first turn, by the random weights that the model began with and after these steps:")
     for puzzle in before:
         out.print(f"\n  {puzzle}", style="bold", markup=False)
         for when, text in (("before", before[puzzle]), ("after", after[puzzle])):
@@ -279,9 +279,8 @@ def _compare(output: Path, out: "Console") -> bool:
         soft_wrap=True,
     )
     out.print(
-        f"speed-up {found['speedup']:.2f}x (median over steps), FLOP-ideal {found['ideal']:.2f}x, efficiency "
-        f"{found['efficiency']:.2f}; {tokens[0]:,.0f} tokens computed in place of {tokens[1]:,.0f}; peak memory "
-        f"{memory[0]} in place of {memory[1]}",
+        f"speed-up {found['speedup']:.2f}x (median over steps), {found['ideal']:.2f}x by FLOPs; {tokens[0]:,.0f} tokens "
+        f"computed in place of {tokens[1]:,.0f}; peak memory {memory[0]} in place of {memory[1]}",
         soft_wrap=True,
     )
     write_page(output / EXECUTIONS[0], output / EXECUTIONS[1], output / "run.html")
