@@ -279,8 +279,8 @@ def _compare(output: Path, out: "Console") -> bool:
         soft_wrap=True,
     )
     out.print(
-        f"speed-up {found['speedup']:.2f}x (median over steps), {found['ideal']:.2f}x by FLOPs; {tokens[0]:,.0f} tokens "
-        f"computed in place of {tokens[1]:,.0f}; peak memory {memory[0]} in place of {memory[1]}",
+        f"speed-up {found['speedup']:.2f}x (median over steps), {found['ideal']:.2f}x by FLOPs; {tokens[0]:,.0f} "
+        f"tokens computed in place of {tokens[1]:,.0f}; peak memory {memory[0]} in place of {memory[1]}",
         soft_wrap=True,
     )
     write_page(output / EXECUTIONS[0], output / EXECUTIONS[1], output / "run.html")
