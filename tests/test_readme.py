@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md")]
-COMMANDS_SHOWN = {"inspect", "verify", "bench", "train", "page", "simulate", "doctor"}
+COMMANDS_SHOWN = {"demo", "inspect", "verify", "bench", "train", "page", "simulate", "doctor"}
 TORCHRUN = re.compile(r"torchrun (?:--[a-z-]+ \d+ )*-m ")
 """The prefix that starts a command on several processes."""
 
@@ -59,10 +60,19 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, names):
 
 def test_the_readme_runs_as_it_stands_and_prints_what_it_says(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    assert runnable(ROOT / "README.md") == blocks(ROOT / "README.md", "python")
-    code = "\n".join(runnable(ROOT / "README.md"))
+    (code,) = runnable(ROOT / "README.md")
     exec(compile(code, "README.md", "exec"), {})
     assert [f"# {line}" for line in capsys.readouterr().out.splitlines()] == re.findall(r"^# .*$", code, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_the_readme_runs_as_it_stands_and_shares(tmp_path):
+    for needed in ("trl", "datasets"):
+        pytest.importorskip(needed)
+    code, _ = blocks(ROOT / "README.md", "python")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "share_prefixes: in the first 3 steps" in done.stdout
 
 
 def test_the_readme_fits_on_three_screens():
@@ -72,7 +82,7 @@ def test_the_readme_fits_on_three_screens():
 
 
 def test_the_readme_gives_the_gradients_of_row_by_row(names):
-    setup, after = runnable(ROOT / "README.md")
+    setup, _, after = runnable(ROOT / "README.md")[0].rpartition("\n\n")
     before = runnable(ROOT / "docs" / "loops.md")[0]
     exec(setup, names)
     gradients = []

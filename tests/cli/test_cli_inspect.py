@@ -339,3 +339,10 @@ def test_the_page_says_of_every_row_where_its_mask_comes_from_and_what_was_dropp
     assert "every token is trained" in said[2][0] and said[2][1] == (
         "what is trained: all tokens, since nothing says which"
     )
+
+
+def test_chats_without_a_tokenizer_are_refused_with_the_command_that_reads_them(treetrain, chat_file) -> None:
+    said = treetrain("inspect", chat_file, "--view", "calls").error
+    command = f"treetrain inspect {chat_file} --view calls --tokenizer Qwen/Qwen3-0.6B"
+    assert said.endswith(f"chat.jsonl line 1: conversations need a tokenizer, your model's: {command}")
+    assert treetrain(*command.replace("Qwen/Qwen3-0.6B", "tiny").split()[1:]).code == 0

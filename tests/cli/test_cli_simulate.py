@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from treetrain.core.errors import DataError
 from treetrain.core.planning.devices import DEVICES
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.logs.load import load
+from treetrain.models.loading import load_tokenizer
 from treetrain.shapes import ModelShape
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import splits_of
@@ -99,3 +101,26 @@ def test_torch_is_not_imported(token_file) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_chats_are_read_with_the_tokenizer_of_the_model(treetrain, chat_file, token_file, monkeypatch) -> None:
+    tiny, asked = load_tokenizer("tiny"), []
+    monkeypatch.setattr("treetrain.models.loading.load_tokenizer", lambda name: asked.append(name) or tiny)
+    for file, argv, expected in (
+        (chat_file, [], ["Qwen/Qwen3-8B"]),
+        (chat_file, ["--model", "qwen3-30b-a3b"], ["Qwen/Qwen3-30B-A3B"]),
+        (chat_file, ["--model", "llama-3.1-8b"], ["meta-llama/Llama-3.1-8B-Instruct"]),
+        (chat_file, ["--model", "tiny"], ["tiny"]),
+        (chat_file, ["--model", "qwen3-32b", "--tokenizer", "mine"], ["mine"]),
+        (token_file, ["--model", "qwen3-32b"], []),
+    ):
+        assert treetrain("simulate", file, "--ranks", "1", *argv).code == 0
+        assert asked == expected
+        asked.clear()
+
+    def unreachable(name: str) -> None:
+        raise DataError(f"{name!r} cannot be had")
+
+    monkeypatch.setattr("treetrain.models.loading.load_tokenizer", unreachable)
+    said = treetrain("simulate", chat_file, "--model", "qwen3-32b").error
+    assert "conversations need --tokenizer, or the model's: 'Qwen/Qwen3-32B' cannot be had" in said

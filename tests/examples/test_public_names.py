@@ -8,8 +8,7 @@ import pytest
 import treetrain as tt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FILES = [path for path in sorted(EXAMPLES.rglob("*.py")) if path.parent.name != "demo"]
-"""All examples but the scripts of `make demo`, which are not meant to be copied."""
+FILES = sorted(EXAMPLES.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))

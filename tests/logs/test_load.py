@@ -66,7 +66,7 @@ def test_options_without_effect_on_token_rows_are_noted(write_rows):
             {"max_positions": 4},
             "line 2: row .* has 5 tokens, .* 4 positions",
         ),
-        ([TALK], {}, "line 1: conversations need a tokenizer; pass --model or --tokenizer"),
+        ([TALK], {}, "line 1: conversations need a tokenizer, your model's: tokenizer=tt.load_tokenizer(...)"),
         ([{"text": "x"}], {}, "line 1: cannot tell the format: the record has text; name the format"),
         ([TOKENS, TALK], {}, "line 2: no `input_ids` in the row"),
         ([TOKENS], {"limit": 0}, "no rows were read"),

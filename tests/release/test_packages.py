@@ -16,7 +16,7 @@ import pytest
 import treetrain as tt
 
 ROOT = Path(__file__).parents[2]
-SUFFIXES = {".py", ".jinja", ".json", ".css", ".typed"}
+SUFFIXES = {".py", ".jinja", ".json", ".css", ".typed", ".gz"}
 TOP_OF_SDIST = {
     "src", "tests", "docs", "examples", "benchmarks", "mkdocs.yml", "Makefile", "hatch_build.py", "README.md",
     "BENCHMARKS.md",
@@ -120,7 +120,8 @@ def test_the_wheel_alone_runs_the_commands_in_an_empty_environment(builds, tmp_p
         return done.stdout
 
     assert str(own) in run("python", "-c", "import treetrain; print(treetrain.__file__)")
-    data = str(ROOT / "examples/countdown/heldout.jsonl.gz")
+    data = str(tmp_path / "treetrain-demo/games.jsonl.gz")
+    assert "they lie on each other" in run("treetrain", "demo", "--steps", "3")
     assert "unique" in run("treetrain", "inspect", data, "--model", "tiny")
     assert "exact" in run("treetrain", "verify", data, "--model", "tiny", "--sample", "4")
     assert tt.__version__ in run("treetrain", "doctor")

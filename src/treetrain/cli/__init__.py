@@ -11,6 +11,7 @@ from treetrain import __version__
 from treetrain.core.errors import RanksDisagree, nearest, printable
 
 COMMANDS = {
+    "demo": "the built-in model learns recorded games, as a tree and row by row, side by side; needs nothing",
     "inspect": "how much the rows of a file share, and what computing it once is worth",
     "verify": "is it exact: loss and every gradient, tree against linear, on your model and rows",
     "bench": "is it faster: tree against the best linear baseline, on your model and rows",
@@ -28,6 +29,7 @@ commands:
 {commands}
 
 examples:
+  treetrain demo
   treetrain inspect rollouts.jsonl
   treetrain verify rollouts.jsonl --model Qwen/Qwen3-0.6B
   treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output_dir out

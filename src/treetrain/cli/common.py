@@ -7,6 +7,7 @@ import argparse
 import itertools
 import json
 import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 SKIPPED = "treetrain-skipped.txt"
 """Where `--on_error skip` lists the records that were left out."""
+EXAMPLE = "Qwen/Qwen3-0.6B"
+"""The hub id that messages show."""
 
 
 # ---- Options
@@ -60,6 +63,7 @@ class Parser(argparse.ArgumentParser):
         found, extra = super().parse_known_args(args, namespace)
         if extra:
             self.error(f"{extra[0]!r} is the value of no option")
+        found.command = shlex.join([*self.prog.split(), *args])  # errors show it, with what is missing added
         return found, []
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -172,12 +176,21 @@ class ReadRows(NamedTuple):
     """None for token rows without --tokenizer."""
 
 
-def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
-    """Read the rows of the files; `more` are options of `tt.load`.
+def read(options: Namespace, files: Sequence[str] | None = None, *, hub_id: str | None = None, **more: Any) -> ReadRows:
+    """Read the rows of the files.
 
     The model determines the tokenizer, and the vocabulary size and length that rows must fit.
+
+    Args:
+        hub_id: whose tokenizer reads conversations if the options name none.
+        more: options of `tt.load`.
+
+    Raises:
+        DataError: see `tt.load`; without a tokenizer for conversations it shows the command with one.
     """
+    from treetrain.core.errors import DataError
     from treetrain.core.planning.make import parse_budget
+    from treetrain.logs.chat import NO_TOKENIZER
     from treetrain.logs.load import detect_format, load
 
     parse_budget(getattr(options, "budget", None))  # a wrong one is refused before anything is read
@@ -185,25 +198,37 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     renamed = dict(options.map)
     kind, _ = detect_format(files[0], options.format, renamed)
     config = tokenizer = None
-    wanted = options.tokenizer or (None if kind.tokens else options.model)
+    wanted = options.tokenizer or (None if kind.tokens else options.model or hub_id)
     if options.model is not None or wanted is not None:
         from treetrain.models.loading import load_config, load_tokenizer
 
         config = None if options.model is None else load_config(options.model).get_text_config()
-        tokenizer = None if wanted is None else load_tokenizer(wanted)
+        try:
+            tokenizer = None if wanted is None else load_tokenizer(wanted)
+        except DataError as error:
+            by_option = wanted in (options.tokenizer, options.model)
+            raise (
+                error if by_option else DataError(f"conversations need --tokenizer, or the model's: {error}")
+            ) from error
     vocab_size, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
     given = ("format", "view", "train", "tools", "chat_template", "on_error")
-    loaded = load(
-        files,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        max_positions=positions,
-        map=renamed,
-        where=dict(options.where),
-        images=getattr(options, "images", "refuse"),
-        **{option: getattr(options, option) for option in given},
-        **more,
-    )
+    try:
+        loaded = load(
+            files,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_positions=positions,
+            map=renamed,
+            where=dict(options.where),
+            images=getattr(options, "images", "refuse"),
+            **{option: getattr(options, option) for option in given},
+            **more,
+        )
+    except DataError as error:
+        if NO_TOKENIZER not in str(error):
+            raise
+        added = f"conversations need a tokenizer, your model's: {options.command} --tokenizer {EXAMPLE}"
+        raise DataError(str(error).replace(NO_TOKENIZER, added)) from error
     notes = loaded.notes
     if loaded.skipped:
         written = _written_anew(SKIPPED, "".join(line + "\n" for line in loaded.skipped))

@@ -15,6 +15,8 @@ SUMMARY = "How to split a model and a file's rows over many ranks: time, parts, 
 MOST_RANKS = 65_536
 SHOWN = 12
 """Splits in the table."""
+HUB_IDS = {"llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct"}
+"""Where the tokenizer of a named shape is, if not under its name at Qwen (Qwen/Qwen3-8B)."""
 
 
 def make_parser() -> Parser:
@@ -22,7 +24,8 @@ def make_parser() -> Parser:
     parser = Parser("simulate", SUMMARY)
     parser.row_options()
     parser.budget_option()
-    text = "A shape by name (qwen3-0.6b to qwen3-235b-a22b, llama-3.1-8b), or a hub id, local folder or preset."
+    text = "A shape by name (qwen3-0.6b to qwen3-235b-a22b, llama-3.1-8b), or a hub id, local folder or preset; chats "
+    text += "are read with its tokenizer."
     parser.option("model", text, "qwen3-8b")
     parser.option("ranks", "Number of ranks, one GPU or process each.", 8, type=at_least(1))
     parser.option("device", "h100, h200, a100, cpu, or a TOML file of figures (docs/distributed.md).", "h100")
@@ -55,16 +58,16 @@ def run(argv: Sequence[str]) -> int:
     device = find_device(options.device)
     if options.node is not None:
         device = dataclasses.replace(device, node_ranks=options.node)
-    name = options.model
+    name, hub_id = options.model, None
     if name.lower() in ModelShape.names():
-        options.model = None
+        options.model, hub_id = None, HUB_IDS.get(name.lower(), f"Qwen/{name.title()}")
     elif not Path(name).exists() and (found := nearest(name, ModelShape.names())).startswith("did"):
         raise ValueError(f"--model {name} is no shape and no folder; {found}")
     shape = find_shape(options.model, None if options.model else name, dtype_bytes=device.dtype_bytes)
     counts = shape.counts.checkpointed(options.checkpointing)
     sizes = {size: getattr(options, size) for size in ("context", "tensor", "expert")}
     splits = splits_of(counts, options.ranks, device, **sizes)
-    rows = read(options)
+    rows = read(options, hub_id=hub_id)
     print_notes(rows.notes)
     tree = build_tree(rows.rows)
     if not tree.trained_edges()[1].any():

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", "model"))
 CHAT_KEYS |= {"advantage", "system_prompt", *ROW_KEYS}
+NO_TOKENIZER = "conversations need a tokenizer, your model's: tokenizer=tt.load_tokenizer(...)"
 TEXT_KEYS = frozenset(("prompt", "completion", "finish_reason", "advantage", "model", *ROW_KEYS))
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
 """Keys of the images that a record has beside its messages or token ids."""
@@ -142,7 +143,7 @@ class ChatReader:
 
     def __init__(self, settings: ReadSettings) -> None:
         if settings.tokenizer is None:
-            raise DataError("conversations need a tokenizer; pass --model or --tokenizer")
+            raise DataError(NO_TOKENIZER)
         self.settings = settings
         self.renderer = Renderer(settings.tokenizer, settings.chat_template)
 
