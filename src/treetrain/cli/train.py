@@ -70,8 +70,6 @@ SHORTER = {
     "resume_from_checkpoint": "true: the newest checkpoint of output_dir; or a folder.",
 }
 """What `--help` says in a line; `--help-all` has the whole texts."""
-OF_REFUSED = ("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "save_on_each_node")
-"""Arguments that are refused with those of `REFUSED`, or by `SafeCheckpointsMixin`."""
 WIDEST = 100
 """Columns of the help."""
 
@@ -143,7 +141,7 @@ def make_parser() -> "HfArgumentParser":
             groups = {title: [named[name] for name in names] for title, names in FIRST.items()}
             if everything:
                 shown = [action for actions in groups.values() for action in actions]
-                hidden = (*REFUSED, *OF_REFUSED, "help", "help_all")
+                hidden = (*REFUSED, "save_on_each_node", "help", "help_all")  # SafeCheckpointsMixin refuses it
                 rest = [action for action in self._actions if action not in shown and action.dest not in hidden]
                 of_transformers = {field.name for field in dataclasses.fields(TrainingArguments)}
                 groups["more of treetrain"] = [action for action in rest if action.dest not in of_transformers]
@@ -176,6 +174,7 @@ def make_parser() -> "HfArgumentParser":
     parser.option("early_stopping_patience", text, type=at_least(1))
     text = "Check everything and print steps, tokens, sharing, plan and predicted memory; train and write nothing."
     parser.option("dry_run", text, False, nargs="?", const=True, type=string_to_bool)
+    next(action for action in parser._actions if action.dest == "report_to").nargs = "+"  # a list is allowed too
     return parser
 
 

@@ -76,10 +76,8 @@ class Prediction:
         sizes = self.tokens_of_steps
         per_step = f"{min(sizes):,} to {max(sizes):,} tokens, median {median(sizes):,.0f}"
         done = f" ({self.first_step:,} are done, by the checkpoint)" if self.first_step else ""
-        steps = (
-            f"{self.steps:,}{done} with {round(sum(sizes) / len(sizes) * self.steps):,} tokens in all, about; a pass "
-        )
-        steps += f"over the data has {len(sizes):,}, of {per_step}"
+        in_all = round(sum(sizes) / len(sizes) * self.steps)
+        steps = f"{self.steps:,}{done}, of about {in_all:,} tokens in all; a pass has {len(sizes):,}, of {per_step}"
         share = 1 - self.unique_tokens / max(self.flat_tokens, 1)
         sharing = f"{self.flat_tokens:,} tokens in rows, {self.unique_tokens:,} computed, overlap {share:.3f}"
         if self.tree_flops:
@@ -98,7 +96,7 @@ class Prediction:
         if needed > self.free:
             fits += ", which is not enough: set a smaller budget, --gradient_checkpointing or --lora"
         return [
-            ("data", f"{self.rows:,} rows in {self.groups:,} groups, {self.tokens:,} tokens"),
+            ("data", f"{self.rows:,} rows in {self.groups:,} group{'s' * (self.groups != 1)}, {self.tokens:,} tokens"),
             ("loss", self.loss),
             *([("computed first", "; ".join(f"{k}: {v}" for k, v in self.computed.items()))] if self.computed else []),
             ("steps", steps),

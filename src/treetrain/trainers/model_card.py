@@ -46,10 +46,11 @@ def card_of(trainer: "TreeTrainer") -> str:
     what = "An adapter of" if adapters else "A model trained from"
     options = f" with `{json.dumps(args.loss_kwargs)}`" if args.loss_kwargs else ""
     rows = len(trainer.train_dataset) if trainer.train_dataset is not None else 0  # type: ignore[arg-type]
-    files = ", ".join(f"`{name}`" for name in trainer.trained_on) or "rows in memory"
+    files = ", ".join(f"`{Path(name).name}`" for name in trainer.trained_on) or "rows in memory"
     facts = {"data": f"{files} ({rows:,} rows)", "loss": f"`{_loss(trainer)}`{options}"}
     facts["steps"] = f"{state.global_step:,} ({state.epoch or 0:.3g} passes over the data)"
-    facts |= {name: f"`{getattr(args, name)}`" for name in SETTINGS}
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    facts |= {name: f"`{getattr(value, 'value', value)}`" for name, value in settings.items()}  # some are enums
     for adapter in adapters.values():
         facts["adapter"] = f"{getattr(adapter.peft_type, 'value', adapter.peft_type)}"
         facts["adapter"] += f", r={adapter.r}, alpha={adapter.lora_alpha}" if hasattr(adapter, "lora_alpha") else ""

@@ -62,6 +62,7 @@ from treetrain.parallel.balance import dispatch
 from treetrain.parallel.process_group import is_sharded
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
+from treetrain.trainers.gains import STEPS, line_of_steps
 from treetrain.trainers.groups import Call, CallInputs, StepDataset, StepSampler, make_groups, step_loader
 from treetrain.trainers.model_card import write_card
 from treetrain.trainers.relied_on import is_tested
@@ -188,6 +189,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._calls: list[StepResult] = []
         self._numbers: dict[str, float] = {}
         self._left_out = 0
+        self._first: list[dict[str, float]] | None = []
+        """Numbers of the first steps, until a line is printed about them."""
 
     # ---- Rows and losses ----
 
@@ -379,6 +382,12 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         counts = {name: getattr(result, name) for name in COUNTS}
         self._steps.append({"loss": result.loss} | result.metrics | counts | self._numbers)
         self._calls, self._numbers = [], {}
+        if self._first is not None:
+            self._first.append(self._steps[-1])
+            if len(self._first) == STEPS:
+                if self.args.execution == "tree" and self.is_world_process_zero():
+                    print(line_of_steps(self._first))
+                self._first = None
         limit = self.args.target_kl
         self._batch.stopped = limit is not None and result.metrics.get("approx_kl", 0.0) > limit
 
