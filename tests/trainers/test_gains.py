@@ -152,7 +152,7 @@ def numbers(flat: int, unique: int, **more: float) -> dict[str, float]:
     [
         (
             numbers(4000, 1000),
-            "3,000 of 12,000 tokens were in the tree, 4.0 times fewer, in 1.0 parts a step; 4.0 times",
+            "3,000 of 12,000 tokens were in the tree, 4.0 times fewer, in 1.0 parts a step",
         ),
         (numbers(4000, 3990), "no prefixes in common: treetrain inspect says what prevents it"),
         (numbers(4000, 3700), "That is little: treetrain inspect says what would share more."),
