@@ -138,7 +138,7 @@ def make_parser() -> "HfArgumentParser":
             formatter = _HelpFormatter(self.prog)
             formatter.add_usage("%(prog)s [CONFIG.yaml] FILE [FILE ...] --model MODEL [options]", [], [])
             formatter.add_text(self.description)
-            groups = {title: [named[name] for name in names] for title, names in FIRST.items()}
+            groups = {title: [named[name] for name in names if name in named] for title, names in FIRST.items()}
             if everything:
                 shown = [action for actions in groups.values() for action in actions]
                 hidden = (*REFUSED, "save_on_each_node", "help", "help_all")  # SafeCheckpointsMixin refuses it
@@ -199,7 +199,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return {"int": "N", "whole_number": "N", "float": "X", "string_to_bool": "BOOL"}.get(kind, "VALUE")
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        plain = action.default in (None, False, [], "", -1, argparse.SUPPRESS)
+        plain = action.default is None or action.default is False or action.default in ([], "", -1, argparse.SUPPRESS)
         return f"{action.help or ''}{'' if plain else ' (default: %(default)s)'}"
 
 
