@@ -356,7 +356,9 @@ def test_a_dry_run_lists_no_skipped_records(treetrain, token_file, model_folder,
 # ---- What a run leaves
 
 
-def test_a_card_says_what_was_trained_and_replaces_no_file(treetrain, token_file, model_folder, tmp_path) -> None:
+def test_a_card_says_what_was_trained_and_replaces_no_file(
+    treetrain, token_file, model_folder, tmp_path, caplog
+) -> None:
     out = tmp_path / "out"
     argv = ("train", token_file, "--model", model_folder, "--output_dir", out, "--max_steps", "1", *QUIET)
     assert treetrain(*argv, "--loss", "grpo", "--loss_kwargs", '{"clip": 0.3}', "--lora", '{"r": 2}').code == 0
@@ -364,9 +366,11 @@ def test_a_card_says_what_was_trained_and_replaces_no_file(treetrain, token_file
     for words in ("library_name: peft", "| `rows.jsonl` (12 rows) |", '`grpo` with `{"clip": 0.3}`', "LORA, r=2"):
         assert words in card, words
     assert f"torch {torch.__version__}" in card and "More Information Needed" not in card
+    assert "stays" not in caplog.text
     (out / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.\n")
     assert treetrain(*argv, "--overwrite_output_dir", "true").code == 0
     assert (out / "README.md").read_text() == "---\ntags: [mine]\n---\nMy own words.\n"
+    assert f"{out}/README.md is there and stays" in caplog.text
 
 
 def test_logs_go_to_several_places(treetrain, token_file, model_folder, tmp_path) -> None:

@@ -12,7 +12,7 @@ from treetrain.models.loading import PRESETS
 if TYPE_CHECKING:
     from treetrain.trainers.tree_trainer import TreeTrainer
 
-NAME = "README.md"
+CARD = "README.md"
 SETTINGS = (
     *("execution", "learning_rate", "lr_scheduler_type", "optim", "tokens_per_step", "updates_per_batch"),
     *("minibatches", "temperature", "bf16", "seed"),
@@ -27,7 +27,7 @@ def write_card(trainer: "TreeTrainer", folder: Path) -> bool:
     """Write the card into the folder; False if a README.md is there already, which stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with (folder / NAME).open("x", encoding="utf-8") as file:  # nor is a link followed
+        with (folder / CARD).open("x", encoding="utf-8") as file:  # nor is a link followed
             file.write(card_of(trainer))
     except FileExistsError:
         return False

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +58,7 @@ class Drawn(NamedTuple):
     """One figure."""
 
     title: str
-    lines: list[Line]
+    lines: Sequence[Line]
     """Those with any value."""
     unit: str | None = None
     """See `written`."""

@@ -64,7 +64,7 @@ from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.gains import STEPS, line_of_steps
 from treetrain.trainers.groups import Call, CallInputs, StepDataset, StepSampler, make_groups, step_loader
-from treetrain.trainers.model_card import write_card
+from treetrain.trainers.model_card import CARD, write_card
 from treetrain.trainers.relied_on import is_tested
 from treetrain.trainers.run_facts import facts_of_loss
 from treetrain.trainers.run_folder import check_links
@@ -191,6 +191,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._left_out = 0
         self._first: list[dict[str, float]] | None = []
         """Numbers of the first steps, until a line is printed about them."""
+        self._cards: set[str] = set()
+        """Folders in which this trainer has written a model card."""
 
     # ---- Rows and losses ----
 
@@ -549,7 +551,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         check_links(Path(folder))
         if self.is_world_process_zero():
             with suppress(OSError):  # a full disk fails at the weights, with a message
-                write_card(self, Path(folder))
+                if write_card(self, Path(folder)):
+                    self._cards.add(folder)
+                elif folder not in self._cards:
+                    logger.warning("%s/%s is there and stays; it may tell of another run", folder, CARD)
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
         """Return the engine of the model in its present wrapper."""
