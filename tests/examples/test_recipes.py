@@ -31,7 +31,7 @@ def here(monkeypatch):
 def test_there_are_three_recipes_for_a_model_of_the_hub(here) -> None:
     assert [path.stem for path in RECIPES] == sorted(SHORT)
     for path in RECIPES:
-        options, arguments = parse_arguments([str(path), "--use_cpu", "true"])
+        options, arguments = parse_arguments([str(path)])  # also where there is no GPU
         assert "/" in options.model and Path(options.files[0]).is_file()
         assert arguments.loss == path.stem.split("_")[0]
 
@@ -41,7 +41,7 @@ def test_there_are_three_recipes_for_a_model_of_the_hub(here) -> None:
 )
 def test_a_recipe_trains_the_built_in_model(name, here, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    argv = [str(FOLDER / f"{name}.yaml"), "--model", "tiny", "--output_dir", str(out), "--use_cpu", "true"]
+    argv = [str(FOLDER / f"{name}.yaml"), "--model", "tiny", "--output_dir", str(out)]
     assert main(["train", *argv, *SHORT[name], "--disable_tqdm", "true"]) == 0, capsys.readouterr().err
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert any(entry.get("tree/overlap", 0) > 0.3 for entry in history), "the rows of its data share prefixes"
