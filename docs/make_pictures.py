@@ -3,10 +3,14 @@
 - tree.svg: recorded games as rows, and the same games as the tree that `treetrain inspect` draws.
 - step.svg: what a batch passes through, with the folders of the source.
 - plan.svg: the passes of a plan over time, drawn from `plan.events()`.
+- logs.svg: what a `TreeTrainer` logs, drawn from images/logs.json, the `log_history` of a run of 24 steps:
+  treetrain train examples/countdown/train.jsonl.gz --view calls --chat_template chatml --model tiny --max_steps 24
+  --logging_steps 1 --learning_rate 3e-3 --tokens_per_step 12000 --report_to tensorboard mlflow trackio
 
 Run: python docs/make_pictures.py. It writes them to docs/images.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +31,7 @@ EDGED = 5
 def main(folder: Path = ROOT / "docs" / "images") -> None:
     """Draw the pictures and write the files."""
     pictures = {"tree": tree_picture(games(GAMES)), "step": step_picture(), "plan": plan_picture(games(2 * GAMES))}
+    pictures["logs"] = logs_picture(json.loads((ROOT / "docs/images/logs.json").read_text(encoding="utf-8")))
     for name, drawn in pictures.items():
         (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
@@ -207,6 +212,44 @@ def plan_picture(tree: tt.TokenTree) -> str:
     names = {**colour, "graph alive": "#d0d7de"}
     drawn += [key(left + 130 * n, base + 18, shade, name) for n, (name, shade) in enumerate(names.items())]
     return page(left + 790, base + 30, "the passes of a plan over time, and the tokens alive", *drawn)
+
+
+# ---- The logs of a run
+
+
+LOGGED = (
+    (("loss",), "nats"),
+    (("tree/overlap",), "of all tokens are shared"),
+    (("tree/flat_tokens", "tree/unique_tokens"), "tokens of a step"),
+    (("tree/ideal_speedup",), "times as fast by FLOPs"),
+    (("tree/tokens_per_second",), "tokens of rows a second"),
+    (("tree/seconds",), "s, forward and backward"),
+)
+"""Names that are drawn together, and what their axis counts."""
+
+
+def logs_picture(history: list[dict[str, float]]) -> str:
+    """A small figure for every name, its values over the optimizer steps, from 0."""
+    wide, high, apart, top, across = 270, 90, 30, 52, 3
+    last = history[-1]["step"]
+    drawn = ['<text x="10" y="24" class="title">The logs of a TreeTrainer, by optimizer step</text>']
+    for number, (names, unit) in enumerate(LOGGED):
+        x, y = 10 + number % across * (wide + apart), top + number // across * (high + 50)
+        most = max(entry[name] for entry in history for name in names)
+        written = f"{most:,.0f}" if most >= 1000 else f"{most:.3g}"
+        drawn.append(f'<path d="M{x} {y + high}H{x + wide}M{x} {y + 26}H{x + wide}" stroke="#d0d7de"/>')
+        for line, name in enumerate(names):
+            points = (
+                f"{x + (entry['step'] - 1) / (last - 1) * wide:.5g} {y + high - entry[name] / most * (high - 26):.5g}"
+                for entry in history
+            )
+            drawn.append(f'<path d="M{"L".join(points)}" fill="none" stroke="{COLOURS[line]}" stroke-width="2"/>')
+            drawn.append(key(x + 135 * line, y + 4, COLOURS[line], name))
+        drawn.append(f'<text x="{x}" y="{y + 21}" font-size="11">0 to {written} {unit}</text>')
+        drawn.append(f'<text x="{x}" y="{y + high + 16}" font-size="11">1</text>')
+        drawn.append(f'<text x="{x + wide}" y="{y + high + 16}" font-size="11" text-anchor="end">{last}</text>')
+    width = across * (wide + apart) - apart + 20
+    return page(width, top + 2 * high + 50 + 24, "the logs of a TreeTrainer over 24 steps", *drawn)
 
 
 if __name__ == "__main__":

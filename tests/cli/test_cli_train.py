@@ -1,7 +1,9 @@
 """`treetrain train`: a file in, a model folder out; bad input is one line."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from treetrain.cli import train
+from treetrain.models.loading import load_model
+from treetrain.trainers.arguments import REFUSED, TreeArguments
 
 QUIET = ("--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--disable_tqdm", "true")
 GOOD = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1], "reward": 1.0, "group_id": "a"}
@@ -234,6 +238,142 @@ def test_a_bad_row_is_named_by_file_and_line(treetrain, model_folder, tmp_path) 
     assert "rows.jsonl line 2" in treetrain("train", path, "--model", model_folder, *QUIET).error
 
 
-def test_help_lists_the_arguments_of_both_libraries(treetrain) -> None:
+def options_of(text: str) -> list[str]:
+    """The options that a help lists, each once, without those in its sentences."""
+    return [line.split()[0].removeprefix("--") for line in text.splitlines() if line.startswith("  --")]
+
+
+def test_the_first_help_has_five_groups_on_a_screen(treetrain, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     said = treetrain("train", "--help").out
-    assert "--tokens_per_step" in said and "--learning_rate" in said and "YAML file" in said
+    lines = said.splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 100
+    titles = [line for line in lines if re.fullmatch("[a-z]+:", line)]
+    assert titles == ["data:", "model:", "loss:", "budget:", "run:"]
+    assert "--tokens_per_step" in said and "--learning_rate" in said and "YAML" in said
+    assert lines[-1] == "treetrain train --help-all shows the other arguments."
+    first = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
+    assert first[0] == "FILE" and len(first) == len(set(first))
+
+
+def test_the_whole_help_lists_every_argument_once_but_those_that_are_refused(treetrain, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    said = treetrain("train", "--help-all").out
+    assert max(map(len, said.splitlines())) <= 100
+    listed = options_of(said)
+    known = {field.name for field in dataclasses.fields(TreeArguments)}
+    own = {"view", "train", "eval_data", "model", "lora", "ref_model", "dry_run", "early_stopping_patience"}
+    own |= {"format", "map", "where", "on_error", "tools", "chat_template", "tokenizer"}
+    assert len(listed) == len(set(listed))
+    assert {name for name in listed if not name.startswith("no_")} == (known - {*REFUSED, "save_on_each_node"}) | own
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_the_arguments_that_no_help_lists_are_refused(name, tmp_path) -> None:
+    other = {"train_sampling_strategy": "group_by_length", "torch_compile_backend": "inductor"}
+    value = other.get(name, {} if name == "liger_kernel_config" else 1)
+    value = True if TreeArguments.__dataclass_fields__[name].default is False else value
+    with pytest.raises(ValueError, match=f"{name} is .*, which TreeTrainer does not take"):
+        TreeArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+# ---- A dry run
+
+
+def value_of(text: str, name: str) -> str:
+    """What a report says of something."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name}  "))
+    return line.removeprefix(name).strip()
+
+
+def test_a_dry_run_says_what_the_run_then_does_and_writes_nothing(
+    treetrain, token_file, model_folder, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", "out", "--tokens_per_step", "50", *QUIET)
+    argv = (*argv, "--num_train_epochs", "1.5", "--logging_steps", "1", "--loss", "grpo", "--updates_per_batch", "2")
+    before = sorted(tmp_path.rglob("*"))
+    dry = treetrain(*argv, "--dry_run")
+    assert dry.code == 0 and sorted(tmp_path.rglob("*")) == before
+    assert dry.err.startswith(f"note: the run would be written to {tmp_path / 'out'}\n")
+    assert treetrain(*argv).code == 0
+    flat, unique = (logged(tmp_path / "out", f"tree/{name}_tokens") for name in ("flat", "unique"))
+    assert value_of(dry.out, "steps").startswith(f"{len(flat)}, of about {sum(flat):,} tokens in all; a pass has 8,")
+    said = value_of(dry.out, "sharing")
+    assert said.startswith(f"{sum(flat[:8]):,} tokens in rows, {int(sum(unique[:8])):,} computed, overlap ")
+    assert "old_logprobs: by the policy" in value_of(dry.out, "computed first")
+    assert "alive at once" in dry.out and dry.out.endswith("nothing was trained or written\n")
+    logs = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert logs["global_step"] == 12
+
+
+def test_a_dry_run_counts_the_bytes_of_weights_and_of_the_adapter_alone(treetrain, token_file, tmp_path) -> None:
+    argv = ("train", token_file, "--model", "tiny", "--output_dir", tmp_path / "out", "--dry_run", *QUIET)
+    whole = sum(p.nbytes for p in load_model("tiny").parameters()) / 2**20
+    said = value_of(treetrain(*argv).out, "predicted memory")
+    parts = f"weights {whole:.1f} MiB, gradients {whole:.1f} MiB, optimizer state {2 * whole:.1f} MiB, activations"
+    assert parts in said and "not counted" not in said
+    said = value_of(treetrain(*argv, "--lora", '{"r": 8}').out, "predicted memory")
+    assert f"gradients {whole:.1f} MiB" not in said
+    said = treetrain(*argv, "--optim", "adafactor", "--execution", "linear").out
+    assert "not counted: optimizer state" in value_of(said, "predicted memory")
+    assert value_of(said, "sharing") == "none: --execution linear computes every row by itself"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--model", "no/such-model"), "no/such-model"),
+        (("--output_dir", "/etc/run"), "in a folder of the system"),
+        (("--loss", "dpo"), "is trained but has no pair"),
+        (("--minibatches", "9"), "minibatches is 9, but the rows are 4 groups"),
+        (("--resume_from_checkpoint", "nothing"), "nothing"),
+        (("--optim", "sgd", "--optim_args", "foo=1"), "takes no foo"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    treetrain, token_file, model_folder, tmp_path, more, message, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", "out", *QUIET, *more)
+    dry = treetrain(*argv, "--dry_run", "true")
+    assert dry.code == 2 and message in dry.err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+    assert treetrain(*argv, "--max_steps", "1").err.splitlines()[-1] == dry.err.splitlines()[-1]
+
+
+def test_a_dry_run_lists_no_skipped_records(treetrain, token_file, model_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open(token_file, "a", encoding="utf-8") as file:
+        file.write("\nno record")
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", "out", *QUIET, "--on_error", "skip")
+    said = treetrain(*argv, "--dry_run")
+    assert said.code == 0 and "would be listed in treetrain-skipped.txt" in said.err
+    assert not (tmp_path / "treetrain-skipped.txt").exists()
+
+
+# ---- What a run leaves
+
+
+def test_a_card_says_what_was_trained_and_replaces_no_file(
+    treetrain, token_file, model_folder, tmp_path, caplog
+) -> None:
+    out = tmp_path / "out"
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", out, "--max_steps", "1", *QUIET)
+    assert treetrain(*argv, "--loss", "grpo", "--loss_kwargs", '{"clip": 0.3}', "--lora", '{"r": 2}').code == 0
+    card = (out / "README.md").read_text()
+    for words in ("library_name: peft", "| `rows.jsonl` (12 rows) |", '`grpo` with `{"clip": 0.3}`', "LORA, r=2"):
+        assert words in card, words
+    assert f"torch {torch.__version__}" in card and "More Information Needed" not in card
+    assert "stays" not in caplog.text
+    (out / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.\n")
+    assert treetrain(*argv, "--overwrite_output_dir", "true").code == 0
+    assert (out / "README.md").read_text() == "---\ntags: [mine]\n---\nMy own words.\n"
+    assert f"{out}/README.md is there and stays" in caplog.text
+
+
+def test_logs_go_to_several_places(treetrain, token_file, model_folder, tmp_path) -> None:
+    argv = ("train", token_file, "--model", model_folder, "--output_dir", tmp_path / "out", "--use_cpu", "true")
+    error = treetrain(*argv, "--report_to", "tensorboard", "nowhere").error
+    assert "report_to is 'nowhere'" in error or "report_to is 'tensorboard', which is not installed" in error

@@ -60,7 +60,7 @@ def test_the_pictures_are_what_the_script_draws(tmp_path):
     spec.loader.exec_module(script)
     script.main(tmp_path)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    assert set(drawn) == {"tree.svg", "step.svg", "plan.svg"}
+    assert set(drawn) == {"tree.svg", "step.svg", "plan.svg", "logs.svg"}
     for name, text in drawn.items():
         assert (ROOT / "docs/images" / name).read_text(encoding="utf-8") == text, "run python docs/make_pictures.py"
 

@@ -8,6 +8,7 @@ import trainer_runs as runs
 from trainer_runs import BUILDERS, train
 
 import treetrain as tt
+from support.tree_runs import branching_rows, run, small_model
 from treetrain.trainers import gains
 
 
@@ -92,7 +93,9 @@ def test_rows_without_common_prefixes_are_told_so(tmp_path, capsys):
         return trainer
 
     train(apart, tmp_path, shared=True, steps=3)
-    assert "The rows of a step have no prefixes in common: leave share_prefixes out" in line_of(capsys)
+    line = line_of(capsys)
+    assert "The rows of a step have no prefixes in common: leave share_prefixes out" in line
+    assert "treetrain inspect" in line
 
 
 def test_a_run_without_a_tree_is_told_what_asks_for_one(tmp_path, capsys, monkeypatch):
@@ -129,3 +132,47 @@ class ReadsLogitsOfSquareMasks(runs.GRPOTrainer):
 def test_calls_with_arguments_of_another_meaning_are_not_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "GRPOTrainer", ReadsLogitsOfSquareMasks)
     train(BUILDERS["grpo"], tmp_path, shared=True, steps=4, num_iterations=1)
+
+
+# ---- TreeTrainer
+
+
+def numbers(flat: int, unique: int, **more: float) -> dict[str, float]:
+    """The numbers of a step that computes its whole tree as one part."""
+    return {"flat_tokens": flat, "unique_tokens": unique, "computed_tokens": unique, "recomputed_tokens": 0} | {
+        "parts": 1,
+        "tree_flops": float(unique),
+        "linear_flops": float(flat),
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (
+            numbers(4000, 1000),
+            "3,000 of 12,000 tokens were in the tree, 4.0 times fewer, in 1.0 parts a step",
+        ),
+        (numbers(4000, 3990), "no prefixes in common: treetrain inspect says what prevents it"),
+        (numbers(4000, 3700), "That is little: treetrain inspect says what would share more."),
+        (numbers(90, 40), "Parts of 40 tokens are slow, with or without a tree: raise tokens_per_step."),
+        (numbers(900, 400, parts=20), "Parts of 20 tokens are slow, with or without a tree: raise tokens_per_step or"),
+        (numbers(4000, 1000, recomputed_tokens=500), "1,500 tokens ran forward twice to fit the budget: a larger one"),
+    ],
+    ids=["gain", "nothing", "little", "small", "small parts", "twice"],
+)
+def test_the_line_of_a_tree_trainer_says_what_to_do(step, words) -> None:
+    line = gains.line_of_steps([step] * 3)
+    assert words in line
+    if words.startswith("3,000"):
+        assert line.endswith("by FLOPs."), "a run that gains needs no advice"
+
+
+@pytest.mark.parametrize("execution", ["tree", "linear"])
+def test_a_tree_trainer_prints_its_line_once_after_three_steps(execution, capsys) -> None:
+    run(small_model(torch.float32), branching_rows(), max_steps=7, execution=execution)
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("treetrain: in the first 3 steps")
+    ]
+    assert len(lines) == (execution == "tree")

@@ -5,12 +5,13 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from support.browser import look, needs_browser
 from treetrain.core.errors import DataError
-from treetrain.trainers.run_page import COLOURS, compare_runs, read_run, write_page
+from treetrain.trainers.run_page import COLOURS, compare_runs, read_run, write_page, write_picture
 
 
 def write_state(folder: Path, *, linear: bool = False, steps: int = 8, **changes) -> Path:
@@ -192,3 +193,42 @@ def test_values_of_other_kinds_are_no_figures(tmp_path) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
     assert set(read_run(tmp_path)) == {"loss", "w"}
     write_page(tmp_path, None, tmp_path / "run.html")
+
+
+def test_the_page_and_its_pictures_are_written_into_the_folder_of_the_run(tmp_path, capsys, monkeypatch) -> None:
+    from treetrain.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    write_state(tmp_path / "a")
+    write_state(tmp_path / "b", linear=True)
+    for _ in range(2):  # its own files are replaced
+        assert main(["page", "a", "b"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("the page is a/run.html, its figures are a/run.png")
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["a", "b"]
+    assert sorted(path.name for path in (tmp_path / "a").glob("run.*")) == ["run.html", "run.png", "run.svg"]
+    assert (tmp_path / "a/run.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "a/run.svg").read_text()
+    page = (tmp_path / "a/run.html").read_text()
+    titles = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert len(titles) == 7 and all(f">{title}</text>" in drawn for title in titles)
+    assert "measured median 4.00×" in drawn and ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_picture_replaces_no_file_of_others(tmp_path, kind) -> None:
+    run, out = write_state(tmp_path / "a"), tmp_path / f"run.{kind}"
+    out.write_bytes(b"\x89PNG of somebody else" * 100)
+    with pytest.raises(DataError, match="is there, and treetrain did not write it"):
+        write_picture(run, None, out)
+    assert out.read_bytes() == b"\x89PNG of somebody else" * 100
+    (tmp_path / "target").write_text("kept")
+    (link := tmp_path / f"link.{kind}").symlink_to(tmp_path / "target")
+    with pytest.raises(DataError, match="is a link"):
+        write_picture(run, None, link)
+    assert (tmp_path / "target").read_text() == "kept"
+
+
+def test_a_figure_shows_the_tokens_a_second_that_a_trainer_logs(tmp_path) -> None:
+    run = write_state(tmp_path / "a", **{"tree/tokens_per_second": 2000.0})
+    page = Page(write_page(run, None, tmp_path / "page.html").read_text())
+    assert "Tokens a second tree 2k at step 8" in page.text

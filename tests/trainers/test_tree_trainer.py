@@ -20,7 +20,7 @@ from support.tree_runs import (
     steps,
     weights,
 )
-from treetrain import losses
+from treetrain import Trajectory, losses
 from treetrain.trainers.groups import StepSampler
 from treetrain.trainers.tree_trainer import TreeTrainer
 
@@ -333,3 +333,26 @@ def test_the_routers_auxiliary_loss_is_that_of_the_whole_step_in_any_number_of_c
     linear = run(model(), rows, execution="linear", **settings)
     found = apart(tree, linear)
     assert "router_aux_loss" in found and max(found.values()) < 1e-5
+
+
+def test_tokens_a_second_are_those_of_rows_by_the_time_of_passes_and_scoring() -> None:
+    settings = {"loss": "grpo", "updates_per_batch": 2, "logging_steps": 2, "max_steps": 4}
+    for log in steps(run(small_model(torch.float32), branching_rows(), **settings)):
+        spent = log["tree/seconds"] + log["tree/scoring_seconds"]
+        assert log["tree/tokens_per_second"] == pytest.approx(log["tree/flat_tokens"] / spent)
+
+
+def test_groups_that_are_larger_than_a_step_are_counted_and_the_largest_is_named(caplog) -> None:
+    rows = [
+        Trajectory([1, 2, *range(5, 5 + length)], group=name, id=f"{name}{k}")
+        for name, length in {"a": 20, "b": 8, "c": 12}.items()
+        for k in range(3)
+    ]
+    with caplog.at_level("WARNING"):
+        run(small_model(torch.float32), rows, tokens_per_step=31, max_steps=1)
+    (said,) = [record.getMessage() for record in caplog.records if "tokens_per_step" in record.getMessage()]
+    assert said.startswith("2 of 3 groups have more tokens than tokens_per_step=31;")
+    assert "up to 66 tokens (the group of trajectory 'a0')" in said
+    caplog.clear()
+    run(small_model(torch.float32), rows, tokens_per_step=66, max_steps=1)
+    assert not [record for record in caplog.records if "tokens_per_step" in record.getMessage()]

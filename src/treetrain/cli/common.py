@@ -40,6 +40,9 @@ EXAMPLE = "Qwen/Qwen3-0.6B"
 class Parser(argparse.ArgumentParser):
     """The parser of a command; it reports errors as a one-line `ValueError`."""
 
+    lists_all = "--help"
+    """The option that lists all options."""
+
     def __init__(self, command: str, summary: str, **more: Any) -> None:
         more |= {"prog": f"treetrain {command}", "description": summary, "allow_abbrev": False}
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **more)
@@ -49,7 +52,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `ValueError`; `argparse` would exit."""
         message = re.sub(r"^argument (--\w+)\S*: ", r"\1: ", re.sub(r"(?<!\.)\.$", "", message))
-        raise ValueError(f"{message}{'' if message.endswith('?') else ';'} {self.prog} --help lists all options")
+        end = "" if message.endswith("?") else ";"
+        raise ValueError(f"{message}{end} {self.prog} {self.lists_all} lists all options")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown options; before missing ones, since a mistyped option is missing too."""
@@ -231,8 +235,10 @@ def read(options: Namespace, files: Sequence[str] | None = None, *, hub_id: str 
         raise DataError(str(error).replace(NO_TOKENIZER, added)) from error
     notes = loaded.notes
     if loaded.skipped:
-        written = _written_anew(SKIPPED, "".join(line + "\n" for line in loaded.skipped))
-        notes = (*notes, f"the skipped records are listed in {written}")
+        lines = "".join(line + "\n" for line in loaded.skipped)
+        writes = not getattr(options, "dry_run", False)
+        listed = f"are listed in {_written_anew(SKIPPED, lines)}" if writes else f"would be listed in {SKIPPED}"
+        notes = (*notes, f"the skipped records {listed}")
     return ReadRows(loaded.trajectories, notes, loaded.format, None if kind.tokens else options.view, tokenizer)
 
 

@@ -1,15 +1,19 @@
 """`treetrain train`: from files of trajectories to a trained model folder, by `TreeTrainer`."""
 
+import argparse
+import copy
 import dataclasses
 import json
+import shutil
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.common import Parser, at_least, console, json_object, print_notes, read
+from treetrain.cli.common import Parser, at_least, console, json_object, pairs, print_notes, read
 from treetrain.core.errors import nearest, quoted
 
 if TYPE_CHECKING:
@@ -23,10 +27,51 @@ if TYPE_CHECKING:
 
 SUMMARY = (
     "From files of trajectories to a trained model folder; every shared prefix is computed once. A YAML file before "
-    "the flags holds names and values of the arguments below; flags outweigh it. All arguments of "
-    "transformers.TrainingArguments are known, and mean what they mean there. On several processes: torchrun "
-    "--nproc-per-node 8 -m treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --output_dir out --fsdp"
+    "the flags holds names and values of these arguments; flags outweigh it. The other arguments of "
+    "transformers.TrainingArguments mean what they mean there. On several processes: torchrun --nproc-per-node 8 -m "
+    "treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --output_dir out --fsdp"
 )
+FIRST = {
+    "data": ("files", "view", "train", "eval_data"),
+    "model": ("model", "lora", "ref_model", "bf16", "gradient_checkpointing"),
+    "loss": ("loss", "loss_kwargs", "temperature", "updates_per_batch", "minibatches"),
+    "budget": ("budget", "tokens_per_step"),
+    "run": (
+        *("output_dir", "dry_run", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type"),
+        *("eval_strategy", "logging_steps", "report_to", "save_steps", "resume_from_checkpoint"),
+    ),
+}
+"""The arguments that `--help` shows, by group; `--help-all` shows the others behind them."""
+SHORTER = {
+    "files": "Logs: JSONL, JSON, Parquet, Arrow, plain or packed, or folders.",
+    "view": "Conversations whole, or a row per call.",
+    "train": "The answers that are trained.",
+    "model": "Hub id, folder, or a built-in random preset: tiny, small.",
+    "lora": """Train an adapter: peft.LoraConfig as JSON, '{"r": 16}'.""",
+    "ref_model": "The reference policy; not given: the model before training.",
+    "bf16": "Compute in bfloat16; weights stay in float32.",
+    "gradient_checkpointing": "Keep the inputs of layers alone; run layers again in backward.",
+    "temperature": "The sampler's temperature, for policy losses.",
+    "updates_per_batch": "Passes over a batch before the next one.",
+    "minibatches": "Optimizer steps of a pass over a batch.",
+    "budget": "Tokens alive at once (4096), or bytes beside model, gradients and optimizer state (8GiB). Not given: "
+    "what the device has free.",
+    "tokens_per_step": "Tokens of a step, about: groups stay whole.",
+    "output_dir": "Folder of the run: checkpoints, logs, the trained model.",
+    "dry_run": "Print steps, tokens, plan and memory; train and write nothing.",
+    "num_train_epochs": "Passes over the data.",
+    "max_steps": "Optimizer steps; above 0 they outweigh num_train_epochs.",
+    "learning_rate": "The largest learning rate of the schedule.",
+    "lr_scheduler_type": "linear, cosine, warmup_stable_decay, ...",
+    "eval_strategy": "When eval_data is evaluated.",
+    "logging_steps": "Log every so many steps.",
+    "report_to": "tensorboard, wandb, trackio, mlflow, ...",
+    "save_steps": "A checkpoint every so many steps.",
+    "resume_from_checkpoint": "true: the newest checkpoint of output_dir; or a folder.",
+}
+"""What `--help` says in a line; `--help-all` has the whole texts."""
+WIDEST = 100
+"""Columns of the help."""
 
 
 YAML_BYTES, YAML_DEPTH = 1 << 20, 20
@@ -52,8 +97,10 @@ def run(argv: Sequence[str]) -> int:
         how=how_to_set.format("overwrite_output_dir"),
     )
     if arguments.process_index == 0:
-        print_notes([f"the run is written to {folder.absolute()}"])
+        print_notes([f"the run {'would be' if options.dry_run else 'is'} written to {folder.absolute()}"])
     logging.disable_progress_bar()  # for loading and saving
+    if options.dry_run:
+        return _dry_run(options, arguments, folder, resume)
     trainer, notes = _trainer(options, arguments)
     if trainer.is_world_process_zero():
         print_notes(notes)
@@ -63,6 +110,7 @@ def run(argv: Sequence[str]) -> int:
     trainer.log_metrics("train", result.metrics)
     if trainer.eval_dataset is not None:
         trainer.log_metrics("eval", trainer.evaluate())
+    trainer.trained_on = options.files
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
@@ -74,14 +122,48 @@ def run(argv: Sequence[str]) -> int:
 def make_parser() -> "HfArgumentParser":
     """Make the parser of the command's own options and of all `TreeArguments`."""
     import torch  # noqa: F401  # gives the clearest error if it is missing
-    from transformers import HfArgumentParser
+    from transformers import HfArgumentParser, TrainingArguments
+    from transformers.hf_argparser import string_to_bool
 
-    from treetrain.trainers.arguments import TreeArguments
+    from treetrain.trainers.arguments import REFUSED, TreeArguments
 
     class TrainParser(Parser, HfArgumentParser):
-        """`Parser` with the arguments of a dataclass."""
+        """`Parser` with the arguments of a dataclass; its help comes in groups."""
+
+        lists_all = "--help-all"
+
+        def format_help(self, *, everything: bool = False) -> str:
+            """The arguments of `FIRST` alone, or all but those that are refused."""
+            named = {action.dest: action for action in reversed(self._actions)}  # not the `--no_...` of a flag
+            formatter = _HelpFormatter(self.prog)
+            formatter.add_usage("%(prog)s [CONFIG.yaml] FILE [FILE ...] --model MODEL [options]", [], [])
+            formatter.add_text(self.description)
+            groups = {title: [named[name] for name in names if name in named] for title, names in FIRST.items()}
+            if everything:
+                shown = [action for actions in groups.values() for action in actions]
+                hidden = (*REFUSED, "save_on_each_node", "help", "help_all")  # SafeCheckpointsMixin refuses it
+                rest = [action for action in self._actions if action not in shown and action.dest not in hidden]
+                of_transformers = {field.name for field in dataclasses.fields(TrainingArguments)}
+                groups["more of treetrain"] = [action for action in rest if action.dest not in of_transformers]
+                groups["more of transformers.TrainingArguments"] = [a for a in rest if a.dest in of_transformers]
+            for title, actions in groups.items():
+                formatter.start_section(title)
+                formatter.add_arguments(actions if everything else map(_shorter, actions))
+                formatter.end_section()
+            if not everything:
+                formatter.add_text(f"{self.prog} {self.lists_all} shows the other arguments.")
+            return formatter.format_help()
+
+    class HelpAll(argparse.Action):
+        """Prints the whole help."""
+
+        def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+            assert isinstance(parser, TrainParser)
+            print(parser.format_help(everything=True), end="")
+            parser.exit()
 
     parser = TrainParser("train", SUMMARY, dataclass_types=[TreeArguments])
+    parser.add_argument("--help-all", "--help_all", action=HelpAll, nargs=0, default=argparse.SUPPRESS)
     parser.row_options()
     parser.option("eval_data", "Files of rows to evaluate on.", [], nargs="+")
     parser.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
@@ -90,7 +172,42 @@ def make_parser() -> "HfArgumentParser":
     parser.option("lora", text, type=json_object)
     text = "Stop after so many evaluations without a better metric_for_best_model."
     parser.option("early_stopping_patience", text, type=at_least(1))
+    text = "Check everything and print steps, tokens, sharing, plan and predicted memory; train and write nothing."
+    parser.option("dry_run", text, False, nargs="?", const=True, type=string_to_bool)
+    next(action for action in parser._actions if action.dest == "report_to").nargs = "+"  # a list is allowed too
     return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """An option on a line or two: its first name, a short word for its value, its text and its default."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size((WIDEST, 50)).columns, WIDEST)
+        super().__init__(prog, max_help_position=36, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = self._format_args(action, self._get_default_metavar_for_optional(action)) if action.nargs != 0 else ""
+        return f"{action.option_strings[0]} {value}" if action.option_strings else str(action.metavar)
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if action.choices is not None and len(",".join(map(str, action.choices))) > 24:
+            return lambda size: (default_metavar,) * size
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kind = getattr(action.type, "__name__", "")
+        return {"int": "N", "whole_number": "N", "float": "X", "string_to_bool": "BOOL"}.get(kind, "VALUE")
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        plain = action.default is None or action.default is False or action.default in ([], "", -1, argparse.SUPPRESS)
+        return f"{action.help or ''}{'' if plain else ' (default: %(default)s)'}"
+
+
+def _shorter(action: argparse.Action) -> argparse.Action:
+    """The action with our text, if it has one."""
+    shorter = copy.copy(action)
+    shorter.help = SHORTER.get(action.dest, action.help)
+    return shorter
 
 
 def parse_arguments(argv: Sequence[str]) -> "tuple[Namespace, TreeArguments]":
@@ -202,8 +319,33 @@ def _adapter(options: "dict[str, Json]") -> "LoraConfig":
         raise ValueError(f"--lora: {error}") from error
 
 
-def _trainer(options: Namespace, arguments: "TreeArguments") -> "tuple[TreeTrainer, Sequence[str]]":
-    """Make the trainer of a run; also return notes on its rows."""
+def _dry_run(options: Namespace, arguments: "TreeArguments", folder: Path, resume: str | bool | None) -> int:
+    """Print what the run would do, after the checks of a run."""
+    from treetrain.trainers.dry_run import DryTrainer, predict
+
+    if arguments.world_size > 1:
+        raise ValueError(
+            f"--dry_run is one process, and these are {arguments.world_size}: leave torchrun out, or predict a step "
+            "over ranks with treetrain simulate"
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments.output_dir, arguments.report_to = scratch, []  # the trainer makes its folder
+        trainer, notes = _trainer(options, arguments, DryTrainer)
+        print_notes(notes)
+        trainer.how_to_resume, trainer.how_to_set = "the same command without --dry_run", "--{} true"
+        found = predict(trainer, folder, resume)
+    out = console()
+    out.print(pairs(found.facts()))
+    if found.plan is not None:
+        out.print(f"\nthe plan of the largest call:\n\n{found.plan}", markup=False)
+    out.print("\nnothing was trained or written")
+    return 0
+
+
+def _trainer(
+    options: Namespace, arguments: "TreeArguments", kind: "type[TreeTrainer] | None" = None
+) -> "tuple[TreeTrainer, Sequence[str]]":
+    """Make the trainer of a run, a `TreeTrainer` or of another class; also return notes on its rows."""
     from transformers import EarlyStoppingCallback, TrainerCallback
 
     from treetrain.core.errors import DataError
@@ -235,7 +377,7 @@ def _trainer(options: Namespace, arguments: "TreeArguments") -> "tuple[TreeTrain
     adapter = None
     if options.lora is not None:
         adapter = _adapter(options.lora)
-    trainer = TreeTrainer(
+    trainer = (kind or TreeTrainer)(
         model,
         arguments,
         found.rows,

@@ -215,7 +215,7 @@ def _pickle(path: Path) -> DataError:
     )
 
 
-def write_file(path: str | os.PathLike[str], text: str, *, begins: str = "") -> Path:
+def write_file(path: str | os.PathLike[str], text: str | bytes, *, begins: str = "") -> Path:
     """Write a file, or replace one that begins like the text, whole; returns its path.
 
     Args:
@@ -235,7 +235,7 @@ def write_file(path: str | os.PathLike[str], text: str, *, begins: str = "") -> 
             if (start := file.read(len(begins.encode()))) and start != begins.encode():
                 raise DataError(f"{path} is there, and treetrain did not write it; give another name, or delete it")
     temporary = path.with_name(f".{os.getpid()}.{path.name}"[-200:])
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", errors="backslashreplace"))
     os.replace(temporary, path)
     return path
 

@@ -39,7 +39,10 @@ REFUSED: dict[str, str] = {
     "bf16_full_eval": "evaluation runs as training does: set bf16",
     "deepspeed": "gradients are reduced by DDP or FSDP2: set fsdp",
     "torch_compile": "a compiled model cannot be switched into tree mode: set compile_layers",
+    "torch_compile_backend": "a compiled model cannot be switched into tree mode: set compile_layers",
+    "torch_compile_mode": "a compiled model cannot be switched into tree mode: set compile_layers",
     "use_liger_kernel": "its fused loss takes the place of the head that trees are scored by",
+    "liger_kernel_config": "its fused loss takes the place of the head that trees are scored by",
 }
 """Arguments of transformers that would be ignored or would not be exact, and what to do instead."""
 FROM_ONE = ("gradient_accumulation_steps", "tokens_per_step", "updates_per_batch", "minibatches", "max_skipped_steps")

@@ -4,6 +4,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -26,10 +27,41 @@ STEPS = 3
 """Optimizer steps before the line and the warning."""
 LITTLE = 0.1
 """The least share of the tokens that a change must save to be worth a warning."""
+SMALL_PART = 64
+"""Parts of fewer tokens take longer than their FLOPs say: a pass costs something whatever its size."""
+MANY_TWICE = 0.25
+"""Tokens run forward twice, as a share of those computed, that are worth a larger budget."""
 LOOKED_AT = 4096
 """At most so many rows of the training data are searched for prefixes that a step could share."""
 MOST_KEPT = 1 << 20
 """Tokens of calls without a tree: after so many no more are kept for the warning."""
+
+
+def line_of_steps(steps: Sequence[Mapping[str, float]]) -> str:
+    """A sentence with what sharing saved in some steps of a `TreeTrainer`, and what to do where that is little.
+
+    Args:
+        steps: numbers of every step, by the names in its logs (without `tree/`).
+    """
+    names = ("flat_tokens", "unique_tokens", "computed_tokens", "recomputed_tokens", "parts")
+    flat, unique, computed, twice, parts = (sum(step[name] for step in steps) for name in names)
+    tree, linear = (sum(step.get(name, 0.0) for step in steps) for name in ("tree_flops", "linear_flops"))
+    text = f"treetrain: in the first {len(steps)} steps {unique:,.0f} of {flat:,.0f} tokens were in the tree, "
+    text += f"{flat / unique:.1f} times fewer, in {parts / len(steps):.1f} parts a step"
+    text += f"; {linear / tree:.1f} times as fast by FLOPs." if tree else "."
+    if unique > (1 - LITTLE / 10) * flat:
+        text += (
+            " The rows of a step have no prefixes in common: treetrain inspect says what prevents it, and "
+            "execution='linear' trains such data as well."
+        )
+    elif unique > (1 - LITTLE) * flat:
+        text += " That is little: treetrain inspect says what would share more."
+    if computed < SMALL_PART * parts:
+        text += f" Parts of {computed / parts:.0f} tokens are slow, with or without a tree: raise tokens_per_step"
+        text += " or the budget." if parts > len(steps) else "."
+    elif twice > MANY_TWICE * computed:
+        text += f" {twice:,.0f} tokens ran forward twice to fit the budget: a larger one is faster."
+    return text
 
 
 class GainsState(TypedDict):
@@ -162,13 +194,18 @@ class Gains:
                 "or leave share_prefixes out."
             )
         if self._overlap < LITTLE / 10:
-            return " The rows of a step have no prefixes in common: leave share_prefixes out for such data."
+            return (
+                " The rows of a step have no prefixes in common: leave share_prefixes out for such data, or see what "
+                "prevents it (treetrain inspect)."
+            )
         if self._measured is not None and self._measured < 1:
             more = "a larger budget or " if first["parts"] > first["trees"] else ""
             return (
                 f" That is slower than without, as small steps are: try {more}more rows in a step "
                 "(per_device_train_batch_size, gradient_accumulation_steps), or leave share_prefixes out."
             )
+        if self._overlap < LITTLE:
+            return " That is little: more rows of a prompt in a step share more."
         return ""
 
     @property

@@ -231,7 +231,8 @@ class StepSampler(Sampler[list[Call]]):
     ) -> None:
         columns = RowColumns(rows)
         self.groups = _with_something_to_train(make_groups(rows, tokens_per_step=tokens_per_step), columns.trained)
-        self._tokens = np.array([columns.tokens[group].sum() for group in self.groups])
+        self.tokens = np.array([columns.tokens[group].sum() for group in self.groups])
+        """Flat tokens of every group."""
         self._updates, self._minibatches, self._calls, self._seed = updates_per_batch, minibatches, calls, seed
         self._epoch = 0
         if minibatches > len(self.groups):
@@ -239,7 +240,7 @@ class StepSampler(Sampler[list[Call]]):
                 f"minibatches is {minibatches}, but the rows are {len(self.groups)} groups (or trees), which are never "
                 "torn apart; lower minibatches"
             )
-        self.batches = batches_of_pass(self._tokens, tokens_per_step, minibatches)
+        self.batches = batches_of_pass(self.tokens, tokens_per_step, minibatches)
         self.steps = self.batches * updates_per_batch * minibatches
 
     def __len__(self) -> int:
@@ -272,7 +273,7 @@ class StepSampler(Sampler[list[Call]]):
         return groups if self._seed is None else np.random.default_rng([self._seed, *words]).permutation(groups)
 
     def _cut(self, groups: RowNumbers, count: int, at_least: int = 1) -> list[RowNumbers]:
-        return cut_evenly(groups, self._tokens[groups], count, at_least)
+        return cut_evenly(groups, self.tokens[groups], count, at_least)
 
 
 def _with_something_to_train(groups: list[RowNumbers], trained: Bool[np.ndarray, " rows"]) -> list[RowNumbers]:

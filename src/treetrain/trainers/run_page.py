@@ -1,7 +1,8 @@
 """A training run beside the same training without shared prefixes, as one self-contained HTML page.
 
 It reads the logs that `transformers.Trainer.save_state` leaves in `trainer_state.json`. Figures are matplotlib's SVG,
-whose colours become CSS variables, so that the page is light or dark as the reader's system is.
+whose colours become CSS variables, so that the page is light or dark as the reader's system is. All of them are also
+one picture, PNG or SVG, for a report.
 """
 
 import io
@@ -9,12 +10,15 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
@@ -27,10 +31,13 @@ COLOURS = {"c0": "#0b6fb8", "c1": "#d9730d", "c2": "#0b8a63", "c3": "#b0509a", "
 """Names of the page's CSS variables, and the colours that stand for them in figures."""
 PREFIX = "tree/"
 """Prefix of the names of execution figures: tree/flat_tokens, tree/computed_tokens, tree/seconds and so on."""
-OWN_FIGURE = {"loss", "eval_loss", "seconds", "computed_tokens", "unique_tokens", "flat_tokens", "peak_memory_bytes"}
+OWN_FIGURE = {"loss", "eval_loss", "seconds", "tokens_per_second", "computed_tokens", "unique_tokens", "flat_tokens"}
+OWN_FIGURE |= {"peak_memory_bytes"}
 NO_FIGURE = ("_flops", "_runtime", "_per_second", "num_tokens", "ideal_speedup")
 """Endings of the names of logs that are not drawn."""
 LOG_FROM = 1e-9
+MADE_BY = "treetrain page"
+"""Said in the metadata of a picture; a file without it is not replaced."""
 LARGEST = 1e100
 """A larger figure is an error; axes cannot show it."""
 STYLES = {
@@ -47,6 +54,20 @@ Line = tuple[str, Series, str, str, str | None]
 """Name, values, name of a colour, name of a style, and what the legend says instead of the last value."""
 
 
+class Drawn(NamedTuple):
+    """One figure."""
+
+    title: str
+    lines: Sequence[Line]
+    """Those with any value."""
+    unit: str | None = None
+    """See `written`."""
+    zero: bool = False
+    """The axis begins at 0."""
+    log: bool = False
+    """The axis is logarithmic, from LOG_FROM."""
+
+
 def write_page(tree: str | Path, linear: str | Path | None, out: str | Path) -> Path:
     """Write a self-contained HTML page about one or two runs and return its path.
 
@@ -56,23 +77,92 @@ def write_page(tree: str | Path, linear: str | Path | None, out: str | Path) -> 
         out: the file.
 
     Raises:
-        DataError: a folder has no `trainer_state.json`, or one that no run wrote.
+        DataError: a folder has no `trainer_state.json`, or one that no run wrote; or the file is another's.
     """
     run, other = read_run(tree), defaultdict(dict) if linear is None else read_run(linear)
-    names = [name for name in run if linear is None or name in other]
-    drawn = [name for name in names if name not in OWN_FIGURE and not name.endswith(NO_FIGURE)]
-    # Supervised training logs its loss as nll too.
-    others = [name for name in drawn if run[name] not in (run["loss"], run["eval_loss"])]
+    compared = compare_runs(run, other)
     text = render(
         files("treetrain.trainers").joinpath("run_page.html.jinja").read_text(encoding="utf-8"),
         run=run,
         linear=other,
         paired=linear is not None,
-        others=[name for name in others if len(set(run[name].values())) > 1],
-        compared=compare_runs(run, other),
-        **{each.__name__: each for each in (draw, ratio, differences, finite, si, written)},
+        compared=compared,
+        sections=figures(run, other, compared, paired=linear is not None),
+        **{each.__name__: each for each in (draw, legend, finite, si, written)},
     )
     return write_file(out, text.lstrip(), begins=BEGINS)
+
+
+def write_picture(tree: str | Path, linear: str | Path | None, out: str | Path) -> Path:
+    """Write all figures of the page as one picture, PNG or SVG by the file's ending; see `write_page`."""
+    run, other, out = read_run(tree), defaultdict(dict) if linear is None else read_run(linear), Path(out)
+    sections = figures(run, other, compare_runs(run, other), paired=linear is not None)
+    drawn = [each for section in sections.values() for each in section]
+    across = min(3, max(len(drawn), 1))
+    down = -(-len(drawn) // across)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "run", "font.size": 10}):
+        figure = Figure(figsize=(4.7 * across, 3.1 * max(down, 1)), dpi=144, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]  # inches
+        for number, each in enumerate(drawn, start=1):
+            axes = figure.add_subplot(down, across, number)
+            plot(axes, each)
+            axes.set_title(each.title, fontsize=11, loc="left", pad=8 + 14 * -(-len(each.lines) // 2))
+            names = [legend(line, each.unit) for line in each.lines]
+            place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 2, "borderaxespad": 0.2}
+            axes.legend(names, fontsize=8, frameon=False, **place)
+        file = io.BytesIO()
+        kind = out.suffix.removeprefix(".").lower()
+        named = {"Software": MADE_BY} if kind == "png" else {"Creator": MADE_BY, "Date": None}
+        figure.savefig(file, format=kind, metadata=named)
+    if out.is_file() and not out.is_symlink() and MADE_BY.encode() not in out.read_bytes()[:1000]:
+        raise DataError(f"{out} is there, and treetrain did not write it; give another name, or delete it")
+    return write_file(out, file.getvalue())
+
+
+def figures(run: Run, linear: Run, compared: dict[str, object], *, paired: bool) -> dict[str, list[Drawn]]:
+    """The figures under each heading; those without any value are left out."""
+
+    def both(title: str, name: str, style: str = "line", unit: str | None = None, *, zero: bool = False) -> list[Drawn]:
+        if not run[name] or (paired and not linear[name]):
+            return []
+        lines = [("linear", linear[name], "c1", style, None), ("tree", run[name], "c0", "line", None)]
+        return [Drawn(title, lines, unit, zero)]
+
+    apart = differences(run["loss"], linear["loss"])
+    distance = f"at most {compared['largest_difference'] or 0:.2g}"
+    distance += f"; 0 is drawn at {LOG_FROM:g}" if 0 in apart.values() else ""
+    losses = [
+        ("linear", linear["loss"], "c1", "under", None),
+        ("tree", run["loss"], "c0", "line", None),
+        ("linear, held out", linear["eval_loss"], "c1", "dots", None),
+        ("tree, held out", run["eval_loss"], "c0", "dots", None),
+    ]
+    learned = [Drawn("Loss", losses)]
+    learned += [Drawn("Distance of the losses", [("|tree − linear|", apart, "c3", "line", distance)], log=True)]
+    speed = []
+    if compared["same_work"]:
+        measured = ratio(linear["seconds"], run["seconds"])
+        by_flops = ratio(run["linear_flops"], run["tree_flops"])
+        median = f"median {compared['speedup'] or 0:.2f}×"
+        lines = [("measured", measured, "c0", "line", median)]
+        lines += [("FLOP-ideal", by_flops, "c2", "dashed", f"{compared['ideal'] or 0:.2f}×")]
+        speed += [Drawn("Speed-up", lines, "×", zero=True)]
+    speed += both("Forward and backward", "seconds", unit="s", zero=True)
+    speed += both("Tokens a second", "tokens_per_second", unit="", zero=True)
+    speed += both("Tokens through the model", "computed_tokens", unit="", zero=True)
+    speed += both("Peak memory", "peak_memory_bytes", unit="B", zero=True)
+    names = [name for name in run if not paired or name in linear]
+    names = [name for name in names if name not in OWN_FIGURE and not name.endswith(NO_FIGURE)]
+    # Supervised training logs its loss as nll too.
+    names = [name for name in names if run[name] not in (run["loss"], run["eval_loss"])]
+    more = [each for name in names if len(set(run[name].values())) > 1 for each in both(name, name, "under")]
+    sections = {"Do they learn the same?" if paired else "Loss": learned, "Speed and memory": speed}
+    sections["More measures"] = more
+    with_values = {
+        heading: [each._replace(lines=[line for line in each.lines if line[1]]) for each in drawn]
+        for heading, drawn in sections.items()
+    }
+    return {heading: [each for each in drawn if each.lines] for heading, drawn in with_values.items()}
 
 
 def read_run(folder: str | Path) -> Run:
@@ -157,35 +247,40 @@ def differences(one: Series, other: Series) -> Series:
     return {step: abs(value - other[step]) for step, value in one.items() if step in other}
 
 
-def draw(title: str, lines: list[Line], unit: str | None, *, zero: bool, log: bool) -> Markup:
-    """A figure as inline SVG: text stays text, colours become CSS variables.
+def legend(line: Line, unit: str | None) -> str:
+    """The name of a line, and its word or last value."""
+    name, series, _, _, word = line
+    return f"{name} {word or f'{written(list(series.values())[-1], unit)} at step {list(series)[-1]}'}"
 
-    Args:
-        lines: those with any value.
-        unit: see `written`.
-        zero: the axis begins at 0.
-        log: the axis is logarithmic, from LOG_FROM.
-    """
+
+def plot(axes: Axes, drawn: Drawn) -> None:
+    """Draw the lines of a figure into axes of matplotlib."""
+    axes.set_yscale("log" if drawn.log else "linear")
+    axes.set_xmargin(0.02)
+    for _, series, colour, style, _ in drawn.lines:
+        values = np.array(list(series.values()), float)
+        values = np.maximum(values, LOG_FROM) if drawn.log else values
+        axes.plot(list(series), values, color=COLOURS[colour], solid_capstyle="round", **STYLES[style])
+    axes.set_ymargin(0.08)
+    if drawn.zero:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6) if drawn.log else MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, drawn.unit)))
+    axes.yaxis.set_minor_formatter("")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel("optimiser step", color=COLOURS["soft"])
+    axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
+    axes.tick_params(which="both", length=0, labelcolor=COLOURS["soft"])
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color(COLOURS["soft"])
+
+
+def draw(drawn: Drawn) -> Markup:
+    """A figure as inline SVG: text stays text, colours become CSS variables."""
     # The salt keeps the ids of a page's figures apart, and makes them the same in every page.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.title, "font.size": 11}):
         figure = Figure(figsize=(4.7, 2.5), dpi=72, layout="constrained")
-        axes = figure.add_subplot(xmargin=0.02, yscale="log" if log else "linear")
-        for _, series, colour, style, _ in lines:
-            values = np.array(list(series.values()), float)
-            values = np.maximum(values, LOG_FROM) if log else values
-            axes.plot(list(series), values, color=COLOURS[colour], solid_capstyle="round", **STYLES[style])
-        axes.set_ymargin(0.08)
-        if zero:
-            axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6) if log else MaxNLocator(5))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, unit)))
-        axes.yaxis.set_minor_formatter("")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_xlabel("optimiser step", color=COLOURS["soft"])
-        axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
-        axes.tick_params(which="both", length=0, labelcolor=COLOURS["soft"])
-        axes.spines[["left", "top", "right"]].set_visible(False)
-        axes.spines["bottom"].set_color(COLOURS["soft"])
+        plot(figure.add_subplot(), drawn)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>", "", file.getvalue())

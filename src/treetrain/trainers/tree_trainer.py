@@ -12,9 +12,11 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, reduce
 from itertools import islice
 from operator import add
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -60,9 +62,12 @@ from treetrain.parallel.balance import dispatch
 from treetrain.parallel.process_group import is_sharded
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
+from treetrain.trainers.gains import STEPS, line_of_steps
 from treetrain.trainers.groups import Call, CallInputs, StepDataset, StepSampler, make_groups, step_loader
+from treetrain.trainers.model_card import CARD, write_card
 from treetrain.trainers.relied_on import is_tested
 from treetrain.trainers.run_facts import facts_of_loss
+from treetrain.trainers.run_folder import check_links
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -102,6 +107,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     """
 
     also_saved = (*SafeCheckpointsMixin.also_saved, "_steps")
+    trained_on: Sequence[str] = ()
+    """Names of the data's files, for the model card."""
     args: TreeArguments
     model: nn.Module
     model_wrapped: nn.Module
@@ -182,6 +189,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._calls: list[StepResult] = []
         self._numbers: dict[str, float] = {}
         self._left_out = 0
+        self._first: list[dict[str, float]] | None = []
+        """Numbers of the first steps, until a line is printed about them."""
+        self._cards: set[str] = set()
+        """Folders in which this trainer has written a model card."""
 
     # ---- Rows and losses ----
 
@@ -241,7 +252,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     @cached_property
     def _sampler(self) -> StepSampler:
         args = self.args
-        return StepSampler(
+        sampler = StepSampler(
             self.train_dataset,  # type: ignore[arg-type]
             tokens_per_step=args.tokens_per_step,
             updates_per_batch=args.updates_per_batch,
@@ -249,6 +260,16 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             calls=args.gradient_accumulation_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,
         )
+        if len(larger := np.flatnonzero(sampler.tokens > args.tokens_per_step)) and self.is_world_process_zero():
+            largest = int(sampler.tokens.argmax())
+            row = int(sampler.groups[largest][0])
+            logger.warning(
+                "%d of %d groups have more tokens than tokens_per_step=%d; groups are never torn apart, so that their "
+                "steps are larger, up to %d tokens (the group of %s). A budget bounds their memory all the same",
+                *(len(larger), len(sampler.groups), args.tokens_per_step, sampler.tokens[largest]),
+                describe(self.train_dataset[row], row),  # type: ignore[index]
+            )
+        return sampler
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Rows of a step, on average."""
@@ -363,6 +384,12 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         counts = {name: getattr(result, name) for name in COUNTS}
         self._steps.append({"loss": result.loss} | result.metrics | counts | self._numbers)
         self._calls, self._numbers = [], {}
+        if self._first is not None:
+            self._first.append(self._steps[-1])
+            if len(self._first) == STEPS:
+                if self.args.execution == "tree" and self.is_world_process_zero():
+                    print(line_of_steps(self._first))
+                self._first = None
         limit = self.args.target_kl
         self._batch.stopped = limit is not None and result.metrics.get("approx_kl", 0.0) > limit
 
@@ -402,6 +429,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                 logs[name] = sum(values) / len(values)
         if steps:
             logs[EXECUTION + "overlap"] = 1 - logs[EXECUTION + "unique_tokens"] / logs[EXECUTION + "flat_tokens"]
+            spent = logs[EXECUTION + "seconds"] + logs.get(EXECUTION + "scoring_seconds", 0.0)
+            logs[EXECUTION + "tokens_per_second"] = logs[EXECUTION + "flat_tokens"] / spent
         if work := logs.get(EXECUTION + "tree_flops"):
             logs[EXECUTION + "ideal_speedup"] = logs[EXECUTION + "linear_flops"] / work
         return logs
@@ -507,6 +536,25 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         return [row.replace(**{REFERENCE: np.zeros(len(row))}) for row in rows], loss, True
 
     # ---- Models, engines, optimisers ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See `SafeCheckpointsMixin`; beside a trained model there is a card, README.md, unless one is there."""
+        if not (self._writing or _internal_call):
+            self._write_card(output_dir or self.args.output_dir or ".")
+        super().save_model(output_dir, _internal_call)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card if there is none; transformers', for the hub, would replace it by a draft."""
+        self._write_card(self.args.output_dir or ".")
+
+    def _write_card(self, folder: str) -> None:
+        check_links(Path(folder))
+        if self.is_world_process_zero():
+            with suppress(OSError):  # a full disk fails at the weights, with a message
+                if write_card(self, Path(folder)):
+                    self._cards.add(folder)
+                elif folder not in self._cards:
+                    logger.warning("%s/%s is there and stays; it may tell of another run", folder, CARD)
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
         """Return the engine of the model in its present wrapper."""
