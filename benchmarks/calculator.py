@@ -22,6 +22,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+
 import rows as result_rows
 
 ROOT = Path(__file__).parents[1]
@@ -30,8 +32,9 @@ STEPS, FINAL = "calculator", "calculator_accuracy"
 TEXTS = result_rows.RESULTS / "calculator_texts.jsonl"
 PICTURE, DOCS = ROOT / "docs" / "images" / "calculator.png", ROOT / "docs" / "numerics.md"
 RUNS = Path("runs/calculator")
-ARMS = {"alone": False, "shared": True}
-"""TRL by itself, and with `tt.share_prefixes`."""
+ARMS = {"shared": True, "alone": False}
+"""With `tt.share_prefixes`, and TRL by itself."""
+SECONDS = ("seconds", "cpu_seconds", "sampling")
 SHOWN = 3
 """Held-out problems whose texts are kept."""
 
@@ -61,47 +64,49 @@ def run(phase: str, arm: str, seed: int, length: int, start: Path | None, count:
     folder = RUNS / f"{phase}-{arm}-{seed}"
     if result_rows.has(FINAL, phase=phase, arm=arm, seed=str(seed)):
         return print(f"{folder.name}: has its row at this commit")
-    model = agent.load(start)
-    if phase == "sft":
-        trainer = train.make_sft(model, seed=seed, steps=length, share=ARMS[arm], output=str(folder))
-    else:
-        trainer = train.make_grpo(model, seed=seed, steps=length, share=ARMS[arm], output=str(folder), save_steps=5)
+    model = agent.load(start, seed=seed)
+    options = {"seed": seed, "steps": length, "share": ARMS[arm], "output": str(folder)}
+    trainer = train.make_sft(model, **options) if phase == "sft" else train.make_grpo(model, **options, save_steps=2)
+    trainer.add_callback(Rows(phase=phase, arm=arm, seed=seed))
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     trainer.train(resume_from_checkpoint=last)
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for entry in logs:
-        row = {
-            "phase": phase,
-            "arm": arm,
-            "seed": seed,
-            "step": int(entry["step"]),
-            "loss": f"{entry['loss']:.6g}",
-            "grad_norm": f"{entry['grad_norm']:.6g}",
-            "reward": f"{entry['reward']:.4f}" if "reward" in entry else "",
-            "seconds": entry["seconds"],
-            "cpu_seconds": entry["cpu_seconds"],
-        }
-        result_rows.append(STEPS, row)
     model.save_pretrained(folder)
-    test(model, phase, arm, seed, count, {name: logs[-1][name] for name in ("seconds", "cpu_seconds")})
+    log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    test(model, phase, arm, seed, count, {"steps": length} | {name: log[name] for name in SECONDS})
 
 
-def measure(seeds: list[int], sft_steps: int, steps: int, count: int) -> None:
-    """The pretrained model, then both arms of both phases for every seed."""
-    import os
+class Rows(TrainerCallback):
+    """Appends the row of a step when it is logged; steps that are repeated after a stop have two, the last counts."""
 
+    def __init__(self, **name: Any) -> None:
+        self.name = name
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        entry = state.log_history[-1]
+        if "loss" in entry:
+            row = self.name | {
+                "step": state.global_step,
+                "loss": f"{float(entry['loss']):.6g}",
+                "grad_norm": f"{float(entry['grad_norm']):.6g}",
+                "reward": f"{float(entry['reward']):.4f}" if "reward" in entry else "",
+            }
+            result_rows.report(STEPS, row | {name: entry[name] for name in SECONDS})
+
+
+def measure(seeds: list[int], arms: list[str], sft_steps: int, steps: int, count: int) -> None:
+    """The pretrained model, then both phases for every seed and arm; GRPO starts from the adapters of shared SFT."""
     import torch
     from examples.calculator import agent
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1)
     result_rows.keep_memory()
-    if not result_rows.has(FINAL, phase="pretrained"):
-        test(agent.load(), "pretrained", "", 0, count, {"seconds": "", "cpu_seconds": ""})
+    if 0 in seeds and "shared" in arms and not result_rows.has(FINAL, phase="pretrained"):
+        test(agent.load(), "pretrained", "", 0, count, {"steps": 0} | dict.fromkeys(SECONDS, ""))
     for seed in seeds:
-        for arm in ARMS:
+        for arm in arms:
             run("sft", arm, seed, sft_steps, None, count)
-        for arm in ARMS:
-            run("grpo", arm, seed, steps, RUNS / f"sft-alone-{seed}", count)
+        for arm in arms:
+            run("grpo", arm, seed, steps, RUNS / f"sft-shared-{seed}", count)
 
 
 # ---- Picture
@@ -203,12 +208,13 @@ def write_page() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="shared comes first")
     parser.add_argument("--sft-steps", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40, help="of GRPO")
-    parser.add_argument("--test", type=int, default=96, help="held-out problems")
+    parser.add_argument("--steps", type=int, default=20, help="of GRPO")
+    parser.add_argument("--test", type=int, default=64, help="held-out problems")
     parser.add_argument("--picture-only", action="store_true", help="draw the rows that are there")
     options = parser.parse_args()
     if not options.picture_only:
-        measure(options.seeds, options.sft_steps, options.steps, options.test)
+        measure(options.seeds, options.arms, options.sft_steps, options.steps, options.test)
     draw()
     write_page()
