@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from examples.calculator.problems import tool_result
 
-TURNS, TURN_TOKENS = 4, 16
+TURNS, TURN_TOKENS = 3, 12
 """Turns of an episode, the answer included, and tokens of a turn, at the most."""
 LORA = LoraConfig(
     r=16,

@@ -107,12 +107,12 @@ class Problem:
 
 
 def draw(stories: Sequence[Story], count: int, seed: int) -> list[Problem]:
-    """Problems with numbers of up to two digits and results above zero, all stories equally often, in random order."""
+    """Problems with numbers of 2 to 20 and results above zero, all stories equally often, in random order."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}
     while len(found) < count:
         text, calculations = stories[len(found) % len(stories)]
-        numbers = {name: rng.randint(2, 99) for name in "abc"}
+        numbers = {name: rng.randint(2, 20) for name in "abc"}
         results: list[int] = []
         done = []
         for pattern in calculations:
