@@ -213,14 +213,17 @@ def write_page() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", default=RUNS_IN_ORDER, help=f"of {', '.join(RUNS_IN_ORDER)}")
+    parser.add_argument("runs", nargs="*", help=f"of {', '.join(RUNS_IN_ORDER)}; none means all, and then the picture")
     parser.add_argument("--sft-steps", type=int, default=12)
     parser.add_argument("--steps", type=int, default=20, help="of GRPO")
     parser.add_argument("--test", type=int, default=64, help="held-out problems")
     parser.add_argument("--picture-only", action="store_true", help="draw the rows that are there")
     options = parser.parse_args()
+    if unknown := sorted(set(options.runs) - set(RUNS_IN_ORDER)):
+        parser.error(f"no run {unknown[0]!r}; there are {', '.join(RUNS_IN_ORDER)}")
     result_rows.keep_memory()
-    for name in [] if options.picture_only else options.runs:
+    for name in [] if options.picture_only else options.runs or RUNS_IN_ORDER:
         run(name, options.sft_steps, options.steps, options.test)
-    draw()
-    write_page()
+    if not options.runs:
+        draw()
+        write_page()
