@@ -126,7 +126,7 @@ def draw(window: int = 4) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (by_step, by_seconds, after) = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     styles: dict[str, Any] = {"alone": {"linewidth": 4.0, "alpha": 0.35}, "shared": {"linewidth": 1.4}}
@@ -139,6 +139,7 @@ def draw(window: int = 4) -> None:
         by_seconds.plot([float(row["cpu_seconds"]) for row in rows], means, **look)
     by_step.set(xlabel="step of GRPO", ylabel=f"reward, mean of the last {window} steps", ylim=(0, 1))
     by_seconds.set(xlabel="CPU seconds, sampling included", ylim=(0, 1))
+    by_step.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     by_step.legend(frameon=False, fontsize=8, loc="upper left")
     for row in last_rows(FINAL, "phase", "arm", "seed"):
         at = PHASES.index(row["phase"]) + {"alone": 0.0, "shared": 0.04 * (int(row["seed"]) - 1)}.get(row["arm"], 0.0)
@@ -160,30 +161,35 @@ def tables(window: int = 4) -> str:
     """What every seed learned, what a step cost with and without sharing, and texts of one seed."""
     finals = {(row["phase"], row["arm"], row["seed"]): row for row in last_rows(FINAL, "phase", "arm", "seed")}
     start, runs = finals["pretrained", "", "0"], steps_of_grpo()
-    lines = [
-        f"| seed | held-out, pretrained | after SFT | after GRPO | reward, first {window} steps | last {window} |",
-        "| --- | --- | --- | --- | --- | --- |",
+    head = [
+        "seed",
+        "held-out, pretrained",
+        "after SFT",
+        "after GRPO",
+        f"reward, first {window} steps",
+        f"last {window}",
     ]
-    for seed in sorted({seed for seed, _ in runs}):
-        rewards = [float(row["reward"]) for row in runs[seed, "shared"]]
-        solved = [start, *(finals[phase, "shared", seed] for phase in PHASES[1:])]
-        cells = [f"{float(row['accuracy']):.0%}" for row in solved]
-        cells += [f"{statistics.fmean(part):.2f}" for part in (rewards[:window], rewards[-window:])]
-        lines.append(f"| {' | '.join([seed, *cells])} |")
-    lines += [
-        "",
-        "| seed | steps of both | losses apart, at most | rewards apart | CPU s a step: sampling | update without | "
-        "with | ratio |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for seed, arm in runs:
-        if arm != "alone":
-            continue
+    head = head if runs else head[:3]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for seed in sorted({seed for _, arm, seed in finals if arm == "shared"}):
+        solved = [start, *(finals.get((phase, "shared", seed)) for phase in PHASES[1:])]
+        cells = ["" if row is None else f"{float(row['accuracy']):.0%}" for row in solved]
+        rewards = [float(row["reward"]) for row in runs.get((seed, "shared"), [])]
+        cells += [f"{statistics.fmean(part):.2f}" if part else "" for part in (rewards[:window], rewards[-window:])]
+        lines.append(f"| {' | '.join([seed, *cells][: len(head)])} |")
+    both = [seed for seed, arm in runs if arm == "alone" and (seed, "shared") in runs]
+    if both:
+        lines += [
+            "",
+            "| seed | steps of both | losses apart, at most | rewards apart | CPU s a step: sampling | update without "
+            "| with | ratio |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+    for seed in both:
         pairs = list(zip(runs[seed, "alone"], runs[seed, "shared"]))
         losses, rewards = ([abs(float(a[name]) - float(b[name])) for a, b in pairs] for name in ("loss", "reward"))
-        alone, shared = [float(row["cpu_seconds"]) - float(row["sampling"]) for row in pairs[-1]]
-        sampling = float(pairs[-1][1]["sampling"])
-        n = len(pairs)
+        alone, shared = (float(row["cpu_seconds"]) - float(row["sampling"]) for row in pairs[-1])
+        sampling, n = float(pairs[-1][1]["sampling"]), len(pairs)
         lines.append(
             f"| {seed} | {n} | {max(losses):.0e} | {max(rewards):.2f} | {sampling / n:.1f} | {alone / n:.1f} | "
             f"{shared / n:.1f} | {alone / shared:.1f} |"
@@ -196,7 +202,7 @@ def tables(window: int = 4) -> str:
             turns = [turn.removeprefix("assistant\n").replace("tool\n", "= ") for turn in said.split("\nassistant\n")]
             texts[row["question"]][row["phase"]] = " ".join("; ".join(turns).split())
     lines += ["", "```text"]
-    for question, said in texts.items():
+    for question, said in list(texts.items())[2:4]:  # the first are sums
         lines.append(question)
         lines += [f"  {phase:10}  {said[phase]}" for phase in PHASES if phase in said]
     machine = f"{start['machine']}; commits {', '.join(sorted({row['commit'] for row in finals.values()}))}"
