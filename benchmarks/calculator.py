@@ -202,7 +202,7 @@ def tables(window: int = 4) -> str:
             turns = [turn.removeprefix("assistant\n").replace("tool\n", "= ") for turn in said.split("\nassistant\n")]
             texts[row["question"]][row["phase"]] = " ".join("; ".join(turns).split())
     lines += ["", "```text"]
-    for question, said in list(texts.items())[2:4]:  # the first are sums
+    for question, said in list(texts.items())[2:5]:  # the first are sums
         lines.append(question)
         lines += [f"  {phase:10}  {said[phase]}" for phase in PHASES if phase in said]
     machine = f"{start['machine']}; commits {', '.join(sorted({row['commit'] for row in finals.values()}))}"
