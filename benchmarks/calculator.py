@@ -1,15 +1,16 @@
 """Does a pretrained model learn the same with shared prefixes, and sooner? SFT, then GRPO, in TRL; three seeds.
 
-Run: python benchmarks/calculator.py [--seeds 0 1 2] [--sft-steps 8] [--steps 40] [--test 96] [--picture-only]
+Run: python benchmarks/calculator.py [RUN ...] [--sft-steps 12] [--steps 20] [--picture-only]
 
 SmolLM2-135M-Instruct learns to solve arithmetic and word problems with a calculator over several turns
-(examples/calculator), full weights, float32. `tt.share_prefixes` is the one difference between the runs that are
-compared. Both runs of GRPO of a seed start from what SFT without sharing has learned with that seed. Accuracy is of
-greedy decoding on held-out problems, whose stories tell of other things than those that were trained.
+(examples/calculator), LoRA, float32, one thread. `tt.share_prefixes` is the one difference between the runs that are
+compared. Both runs of GRPO of a seed start from what SFT with sharing has learned with that seed. Accuracy is of greedy
+decoding on held-out problems, whose stories tell of other things than those that were trained. Seconds of the processor
+are compared, since wall time on a busy machine says little.
 
 A run that was stopped goes on: models and checkpoints are in runs/calculator, and a run with its row of this commit is
 left out. results/calculator.csv has a row for every step, results/calculator_accuracy.csv one for every run,
-results/calculator_texts.jsonl what the models wrote about three held-out problems. docs/images/calculator.png and
+results/calculator_texts.jsonl what the models wrote about some held-out problems. docs/images/calculator.png and
 docs/numerics.md show them.
 """
 
@@ -22,6 +23,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+
 import rows as result_rows
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +33,15 @@ STEPS, FINAL = "calculator", "calculator_accuracy"
 TEXTS = result_rows.RESULTS / "calculator_texts.jsonl"
 PICTURE, DOCS = ROOT / "docs" / "images" / "calculator.png", ROOT / "docs" / "numerics.md"
 RUNS = Path("runs/calculator")
-ARMS = {"alone": False, "shared": True}
-"""TRL by itself, and with `tt.share_prefixes`."""
-SHOWN = 3
+ARMS = {"shared": True, "alone": False}
+"""With `tt.share_prefixes`, and TRL by itself."""
+PHASES = ("pretrained", "sft", "grpo")
+RUNS_IN_ORDER = [
+    "pretrained",
+    *(f"{phase}-{arm}" for phase in PHASES[1:] for arm in ("shared-0", "shared-1", "shared-2", "alone-0")),
+]
+SECONDS = ("seconds", "cpu_seconds", "sampling")
+SHOWN = 6
 """Held-out problems whose texts are kept."""
 
 
@@ -53,55 +62,45 @@ def test(model: Any, phase: str, arm: str, seed: int, count: int, more: dict[str
     result_rows.report(FINAL, row | more)
 
 
-def run(phase: str, arm: str, seed: int, length: int, start: Path | None, count: int) -> None:
+def run(name: str, sft_steps: int, steps: int, count: int) -> None:
     """Train a model in its folder, and append its rows; nothing if its rows are there."""
     from examples.calculator import agent, train
     from transformers.trainer_utils import get_last_checkpoint
 
-    folder = RUNS / f"{phase}-{arm}-{seed}"
-    if result_rows.has(FINAL, phase=phase, arm=arm, seed=str(seed)):
-        return print(f"{folder.name}: has its row at this commit")
-    model = agent.load(start)
-    if phase == "sft":
-        trainer = train.make_sft(model, seed=seed, steps=length, share=ARMS[arm], output=str(folder))
-    else:
-        trainer = train.make_grpo(model, seed=seed, steps=length, share=ARMS[arm], output=str(folder), save_steps=5)
+    phase, arm, seed = [*name.split("-"), "", "0"][:3]
+    if result_rows.has(FINAL, phase=phase, arm=arm, seed=seed):
+        return print(f"{name}: has its row at this commit")
+    if phase == "pretrained":
+        return test(agent.load(), phase, arm, 0, count, {"steps": 0} | dict.fromkeys(SECONDS, ""))
+    seed, folder, length = int(seed), RUNS / name, sft_steps if phase == "sft" else steps
+    start = RUNS / f"sft-shared-{seed}" if phase == "grpo" else None
+    model = agent.load(start, seed=seed)
+    options = {"seed": seed, "steps": length, "share": ARMS[arm], "output": str(folder)}
+    trainer = train.make_sft(model, **options) if phase == "sft" else train.make_grpo(model, **options, save_steps=2)
+    trainer.add_callback(Rows(phase=phase, arm=arm, seed=seed))
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     trainer.train(resume_from_checkpoint=last)
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for entry in logs:
-        row = {
-            "phase": phase,
-            "arm": arm,
-            "seed": seed,
-            "step": int(entry["step"]),
-            "loss": f"{entry['loss']:.6g}",
-            "grad_norm": f"{entry['grad_norm']:.6g}",
-            "reward": f"{entry['reward']:.4f}" if "reward" in entry else "",
-            "seconds": entry["seconds"],
-            "cpu_seconds": entry["cpu_seconds"],
-        }
-        result_rows.append(STEPS, row)
     model.save_pretrained(folder)
-    test(model, phase, arm, seed, count, {name: logs[-1][name] for name in ("seconds", "cpu_seconds")})
+    log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    test(model, phase, arm, seed, count, {"steps": length} | {name: log[name] for name in SECONDS})
 
 
-def measure(seeds: list[int], sft_steps: int, steps: int, count: int) -> None:
-    """The pretrained model, then both arms of both phases for every seed."""
-    import os
+class Rows(TrainerCallback):
+    """Appends the row of a step when it is logged; steps that are repeated after a stop have two, the last counts."""
 
-    import torch
-    from examples.calculator import agent
+    def __init__(self, **name: Any) -> None:
+        self.name = name
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    result_rows.keep_memory()
-    if not result_rows.has(FINAL, phase="pretrained"):
-        test(agent.load(), "pretrained", "", 0, count, {"seconds": "", "cpu_seconds": ""})
-    for seed in seeds:
-        for arm in ARMS:
-            run("sft", arm, seed, sft_steps, None, count)
-        for arm in ARMS:
-            run("grpo", arm, seed, steps, RUNS / f"sft-alone-{seed}", count)
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        entry = state.log_history[-1]
+        if "loss" in entry:
+            row = self.name | {
+                "step": state.global_step,
+                "loss": f"{float(entry['loss']):.6g}",
+                "grad_norm": f"{float(entry['grad_norm']):.6g}",
+                "reward": f"{float(entry['reward']):.4f}" if "reward" in entry else "",
+            }
+            result_rows.report(STEPS, row | {name: entry[name] for name in SECONDS})
 
 
 # ---- Picture
@@ -113,37 +112,41 @@ def last_rows(name: str, *key: str) -> list[dict[str, str]]:
         return list({tuple(row[column] for column in key): row for row in csv.DictReader(file)}.values())
 
 
-def draw(window: int = 5) -> None:
-    """Reward of GRPO by step and by seconds, a running mean, and accuracy before and after."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def steps_of_grpo() -> dict[tuple[str, str], list[dict[str, str]]]:
+    """The rows of every run of GRPO, by (seed, arm)."""
     runs: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for row in last_rows(STEPS, "phase", "arm", "seed", "step"):
         if row["phase"] == "grpo":
             runs[row["seed"], row["arm"]].append(row)
+    return {run: sorted(rows, key=lambda row: int(row["step"])) for run, rows in sorted(runs.items())}
+
+
+def draw(window: int = 4) -> None:
+    """Reward of GRPO by step and by CPU seconds, a running mean, and accuracy before and after."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
     figure, (by_step, by_seconds, after) = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    styles = {"alone": {"linewidth": 3.2, "alpha": 0.35}, "shared": {"linewidth": 1.3}}
+    styles: dict[str, Any] = {"alone": {"linewidth": 4.0, "alpha": 0.35}, "shared": {"linewidth": 1.4}}
     labels = {"alone": "TRL alone", "shared": "with share_prefixes"}
-    for (seed, arm), rows in sorted(runs.items()):
+    for (seed, arm), rows in steps_of_grpo().items():
         rewards = [float(row["reward"]) for row in rows]
         means = [statistics.fmean(rewards[max(0, at + 1 - window) : at + 1]) for at in range(len(rewards))]
-        look: dict[str, Any] = {"color": f"C{seed}", "label": f"{labels[arm]}, seed {seed}", **styles[arm]}
+        look = {"color": f"C{seed}", "label": f"{labels[arm]}, seed {seed}", **styles[arm]}
         by_step.plot([int(row["step"]) for row in rows], means, **look)
-        by_seconds.plot([float(row["seconds"]) for row in rows], means, **look)
-    by_step.set(xlabel="step of GRPO", ylabel=f"reward, mean of {window} steps")
-    by_seconds.set(xlabel="seconds, sampling included")
-    by_step.legend(frameon=False, fontsize=7, loc="lower right")
-    finals = last_rows(FINAL, "phase", "arm", "seed")
-    for at, phase in enumerate(("pretrained", "sft", "grpo")):
-        for row in finals:
-            if row["phase"] == phase:
-                shift = {"alone": -0.08, "shared": 0.08}.get(row["arm"], 0.0)
-                marker = "o" if row["arm"] == "alone" else "x"
-                after.plot(at + shift, 100 * float(row["accuracy"]), marker, color=f"C{row['seed']}")
-    after.set(xticks=range(3), xticklabels=["pretrained", "after SFT", "after GRPO"], ylim=(0, 100))
+        by_seconds.plot([float(row["cpu_seconds"]) for row in rows], means, **look)
+    by_step.set(xlabel="step of GRPO", ylabel=f"reward, mean of the last {window} steps", ylim=(0, 1))
+    by_seconds.set(xlabel="CPU seconds, sampling included", ylim=(0, 1))
+    by_step.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    by_step.legend(frameon=False, fontsize=8, loc="upper left")
+    for row in last_rows(FINAL, "phase", "arm", "seed"):
+        at = PHASES.index(row["phase"]) + {"alone": 0.0, "shared": 0.04 * (int(row["seed"]) - 1)}.get(row["arm"], 0.0)
+        marker, size = ("o", 10) if row["arm"] == "alone" else ("x", 7)
+        color = "black" if row["phase"] == PHASES[0] else f"C{row['seed']}"
+        after.plot(at, 100 * float(row["accuracy"]), marker, color=color, markersize=size, fillstyle="none")
+    after.set(xticks=range(3), xticklabels=["pretrained", "after SFT", "after GRPO"], xlim=(-0.4, 2.4), ylim=(-3, 100))
     after.set_ylabel("held-out problems solved, %")
     for axes in (by_step, by_seconds, after):
         axes.grid(alpha=0.25)
@@ -154,42 +157,56 @@ def draw(window: int = 5) -> None:
 # ---- Page
 
 
-def tables() -> str:
-    """Accuracy and seconds of every run, and what the first seed's models wrote about the problems that are shown."""
+def tables(window: int = 4) -> str:
+    """What every seed learned, what a step cost with and without sharing, and texts of one seed."""
     finals = {(row["phase"], row["arm"], row["seed"]): row for row in last_rows(FINAL, "phase", "arm", "seed")}
-    start = finals["pretrained", "", "0"]
-    lines = [
-        f"Pretrained: {_share(start)} of {start['problems']} held-out problems.",
-        "",
-        "| | seed | without: held-out | with: held-out | without, s | with, s | ratio |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+    start, runs = finals["pretrained", "", "0"], steps_of_grpo()
+    head = [
+        "seed",
+        "held-out, pretrained",
+        "after SFT",
+        "after GRPO",
+        f"reward, first {window} steps",
+        f"last {window}",
     ]
-    runs = {(phase, seed) for phase, _, seed in finals if phase != "pretrained"}
-    for phase, seed in sorted(runs, key=lambda run: (run[0] != "sft", run[1])):
-        pair = [finals.get((phase, arm, seed)) for arm in ARMS]
-        if None not in pair:
-            seconds = [float(row["seconds"]) for row in pair]
-            lines.append(
-                f"| {phase.upper()} | {seed} | {_share(pair[0])} | {_share(pair[1])} | {seconds[0]:,.0f} | "
-                f"{seconds[1]:,.0f} | {seconds[0] / seconds[1]:.1f} |"
-            )
-    texts = {}
+    head = head if runs else head[:3]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for seed in sorted({seed for _, arm, seed in finals if arm == "shared"}):
+        solved = [start, *(finals.get((phase, "shared", seed)) for phase in PHASES[1:])]
+        cells = ["" if row is None else f"{float(row['accuracy']):.0%}" for row in solved]
+        rewards = [float(row["reward"]) for row in runs.get((seed, "shared"), [])]
+        cells += [f"{statistics.fmean(part):.2f}" if part else "" for part in (rewards[:window], rewards[-window:])]
+        lines.append(f"| {' | '.join([seed, *cells][: len(head)])} |")
+    both = [seed for seed, arm in runs if arm == "alone" and (seed, "shared") in runs]
+    if both:
+        lines += [
+            "",
+            "| seed | steps of both | losses apart, at most | rewards apart | CPU s a step: sampling | update without "
+            "| with | ratio |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+    for seed in both:
+        pairs = list(zip(runs[seed, "alone"], runs[seed, "shared"]))
+        losses, rewards = ([abs(float(a[name]) - float(b[name])) for a, b in pairs] for name in ("loss", "reward"))
+        alone, shared = (float(row["cpu_seconds"]) - float(row["sampling"]) for row in pairs[-1])
+        sampling, n = float(pairs[-1][1]["sampling"]), len(pairs)
+        lines.append(
+            f"| {seed} | {n} | {max(losses):.0e} | {max(rewards):.2f} | {sampling / n:.1f} | {alone / n:.1f} | "
+            f"{shared / n:.1f} | {alone / shared:.1f} |"
+        )
+    texts: dict[str, dict[str, str]] = defaultdict(dict)
     for line in TEXTS.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["seed"] == 0 and row["arm"] != "alone":
-            texts[row["question"], row["phase"]] = row["said"].replace("<|im_end|>", "").replace("<|im_start|>", "")
-    for (question, phase), said in texts.items():
-        if phase == "pretrained":
-            lines += ["", f"*{question}*", "", "```text"]
-            for name in ("pretrained", "sft", "grpo"):
-                lines.append(f"--- {name}\n{texts.get((question, name), said).strip()}")
-            lines.append("```")
+            said = row["said"].replace("<|im_start|>", "").replace("<|im_end|>", "")
+            turns = [turn.removeprefix("assistant\n").replace("tool\n", "= ") for turn in said.split("\nassistant\n")]
+            texts[row["question"]][row["phase"]] = " ".join("; ".join(turns).split())
+    lines += ["", "```text"]
+    for question, said in list(texts.items())[2:5]:  # the first are sums
+        lines.append(question)
+        lines += [f"  {phase:10}  {said[phase]}" for phase in PHASES if phase in said]
     machine = f"{start['machine']}; commits {', '.join(sorted({row['commit'] for row in finals.values()}))}"
-    return "\n".join([*lines, "", machine, ""])
-
-
-def _share(row: dict[str, str]) -> str:
-    return f"{100 * float(row['accuracy']):.0f}%"
+    return "\n".join([*lines, "```", "", f"{start['problems']} held-out problems; {machine}.", ""])
 
 
 def write_page() -> None:
@@ -202,13 +219,17 @@ def write_page() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sft-steps", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40, help="of GRPO")
-    parser.add_argument("--test", type=int, default=96, help="held-out problems")
+    parser.add_argument("runs", nargs="*", help=f"of {', '.join(RUNS_IN_ORDER)}; none means all, and then the picture")
+    parser.add_argument("--sft-steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20, help="of GRPO")
+    parser.add_argument("--test", type=int, default=64, help="held-out problems")
     parser.add_argument("--picture-only", action="store_true", help="draw the rows that are there")
     options = parser.parse_args()
-    if not options.picture_only:
-        measure(options.seeds, options.sft_steps, options.steps, options.test)
-    draw()
-    write_page()
+    if unknown := sorted(set(options.runs) - set(RUNS_IN_ORDER)):
+        parser.error(f"no run {unknown[0]!r}; there are {', '.join(RUNS_IN_ORDER)}")
+    result_rows.keep_memory()
+    for name in [] if options.picture_only else options.runs or RUNS_IN_ORDER:
+        run(name, options.sft_steps, options.steps, options.test)
+    if not options.runs:
+        draw()
+        write_page()

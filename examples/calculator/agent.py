@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from examples.calculator.problems import tool_result
 
-TURNS, TURN_TOKENS = 4, 24
+TURNS, TURN_TOKENS = 3, 12
 """Turns of an episode, the answer included, and tokens of a turn, at the most."""
+LORA = LoraConfig(
+    r=16,
+    lora_alpha=32,
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    layers_to_transform=list(range(15, 30)),
+    task_type="CAUSAL_LM",
+)
+"""What is trained: adapters of the upper half of the layers. The lower half needs no backward pass."""
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.role == 'assistant' -%}{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}
@@ -51,9 +60,13 @@ def folder(path: str | Path = "runs/smollm2") -> Path:
     return path
 
 
-def load(path: str | Path | None = None) -> Any:
-    """The model of a folder, float32; None is the pretrained one."""
-    return AutoModelForCausalLM.from_pretrained(path or folder(), dtype=torch.float32)
+def load(adapter: str | Path | None = None, *, seed: int = 0) -> Any:
+    """The pretrained model, float32, with the adapters of a folder, or with new ones that change nothing yet."""
+    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)
+    if adapter is not None:
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    torch.manual_seed(seed)
+    return get_peft_model(model, LORA)
 
 
 def load_tokenizer() -> Any:
@@ -87,22 +100,28 @@ def play(model: Any, tokenizer: Any, prompts: Sequence[Sequence[dict[str, str]]]
     texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts]
     episodes = [Episode(prompt) for prompt in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     end, device = tokenizer.eos_token_id, model.device
-    common = 0  # tokens of the prefix of all prompts, which is computed once
-    while len({tuple(one.prompt[: common + 1]) for one in episodes}) == 1 and common + 1 < len(episodes[0].prompt):
-        common += 1
     training = model.training
     model.eval()
+    # The common beginning of all prompts is computed once, then the rest of every prompt but its last token.
+    prompts_ids = list({tuple(one.prompt): None for one in episodes})
+    common = 0
+    while len({one[: common + 1] for one in prompts_ids}) == 1 and common + 2 < min(map(len, prompts_ids)):
+        common += 1
     cache = DynamicCache(config=model.config)
-    ids = torch.tensor([episodes[0].prompt[:common]], device=device)
+    ids, real = _left_padded([prompts_ids[0][:common]], end, device)
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    cache.batch_repeat_interleave(len(episodes))
-    ids = ids.repeat(len(episodes), 1)
-    real = torch.ones_like(ids)  # the attention mask: 0 for padding
-    live, new = episodes, [one.prompt[common:] for one in episodes]
+    cache.batch_repeat_interleave(len(prompts_ids))
+    added, kept = _left_padded([one[common:-1] for one in prompts_ids], end, device)
+    ids, real = (torch.cat([old.repeat(len(added), 1), new], 1) for old, new in ((ids, added), (real, kept)))
+    places = (real.cumsum(1) - 1)[:, common:]
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    model(input_ids=added, attention_mask=real, position_ids=places.clamp(min=0), **options)
+    rows = torch.tensor([prompts_ids.index(tuple(one.prompt)) for one in episodes], device=device)
+    cache.batch_select_indices(rows)
+    ids, real = ids[rows], real[rows]
+    live, new = episodes, [one.prompt[-1:] for one in episodes]
     for turn in range(TURNS):
-        width = max(map(len, new))
-        added = torch.tensor([[end] * (width - len(one)) + one for one in new], device=device)
-        kept = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in new], device=device)
+        added, kept = _left_padded(new, end, device)
         ids, real = torch.cat([ids, added], 1), torch.cat([real, kept], 1)
         options = {"do_sample": True, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
         made = model.generate(
@@ -139,3 +158,11 @@ def play(model: Any, tokenizer: Any, prompts: Sequence[Sequence[dict[str, str]]]
         ids, real = torch.cat([ids, made], 1)[rows], torch.cat([real[rows], own.long()], 1)
     model.train(training)
     return episodes
+
+
+def _left_padded(rows: Sequence[Sequence[int]], padding: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of one length, and their attention mask, 0 for padding."""
+    width = max(map(len, rows))
+    ids = [[padding] * (width - len(row)) + list(row) for row in rows]
+    real = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(real, device=device)

@@ -10,25 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SYSTEM_PROMPT = """You solve problems with a calculator. It does one calculation at a time.
-
-To calculate, write a tool call with two whole numbers and one of + - * / between them. You are told the result, and may
-calculate again with it. When you know the answer, write it after the word Answer, and nothing else. Do not calculate by
-yourself. Read which numbers belong together before you begin. Most problems take two calculations.
-
-For example, somebody asks: A box holds 12 cups. How many cups are in 7 boxes, if 5 cups are broken?
-You write: <tool_call>12 * 7</tool_call>
-The calculator says: 84
-You write: <tool_call>84 - 5</tool_call>
-The calculator says: 79
-You write: Answer: 79
-
-For example, somebody asks: What is (30 + 18) / 6?
-You write: <tool_call>30 + 18</tool_call>
-The calculator says: 48
-You write: <tool_call>48 / 6</tool_call>
-The calculator says: 8
-You write: Answer: 8"""
+SYSTEM_PROMPT = """Solve the problem with a calculator, one calculation at a time. Then write the answer. For example:
+A box holds 12 cups. How many cups are in 7 boxes, if 5 cups are broken?
+Calculate: 12 * 7
+84
+Calculate: 84 - 5
+79
+Answer: 79"""
 
 Story = tuple[str, tuple[str, ...]]
 """A text with numbers {a}, {b}, {c}, and its calculations; {r} is the result of the one before."""
@@ -113,18 +101,18 @@ class Problem:
         """The conversation of an agent that solves it."""
         messages = self.messages
         for expression in self.calculations:
-            messages.append({"role": "assistant", "content": f"<tool_call>{expression}</tool_call>"})
+            messages.append({"role": "assistant", "content": f"Calculate: {expression}"})
             messages.append({"role": "tool", "content": calculate(expression)})
         return [*messages, {"role": "assistant", "content": f"Answer: {self.answer}"}]
 
 
 def draw(stories: Sequence[Story], count: int, seed: int) -> list[Problem]:
-    """Problems with numbers of up to two digits and results above zero, all stories equally often, in random order."""
+    """Problems with numbers of 2 to 20 and results above zero, all stories equally often, in random order."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}
     while len(found) < count:
         text, calculations = stories[len(found) % len(stories)]
-        numbers = {name: rng.randint(2, 99) for name in "abc"}
+        numbers = {name: rng.randint(2, 20) for name in "abc"}
         results: list[int] = []
         done = []
         for pattern in calculations:
@@ -154,7 +142,7 @@ def calculate(expression: str) -> str:
 
 def tool_result(reply: str) -> str | None:
     """What the calculator says to a reply of the agent; None if the reply calls no tool."""
-    match = re.search(r"<tool_call>(.*?)</tool_call>", reply, re.DOTALL)
+    match = re.fullmatch(r"\s*Calculate:(.*)", reply)
     return None if match is None else calculate(match[1])
 
 

@@ -11,6 +11,14 @@ def test_an_exact_model_passes_with_a_table_of_its_worst_parameters(treetrain, t
     assert "12: 180 flat" in answer.out
 
 
+def test_verify_says_how_far_it_is(treetrain, token_file, model_folder, monkeypatch) -> None:
+    assert "rows" not in treetrain("verify", token_file, "--model", model_folder, "--json").err
+    monkeypatch.setattr("treetrain.check.verify.EVERY", -1)
+    said = treetrain("verify", token_file, "--model", model_folder, "--json").err
+    for dtype in ("float32", "float64"):
+        assert f"5 of 12 rows are computed by themselves, in {dtype}\n" in said
+
+
 def test_verify_as_json_says_what_was_compared(treetrain, token_file, model_folder) -> None:
     answer = treetrain("verify", token_file, "--model", model_folder, "--json")
     report = answer.json

@@ -7,6 +7,7 @@ compared by random sums of all their elements (`sketch.py`), so that no two of t
 import copy
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
@@ -38,6 +39,8 @@ from treetrain.parallel.tensor_parallel import tensor_parallel_mode, tensor_para
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+EVERY = 10
+"""Seconds between two lines of the log that say how many rows are done."""
 Scores = tuple[
     Float[Tensor, " predictions"], Float[Tensor, " predictions"] | None, Float[Tensor, " predictions *columns"] | None
 ]
@@ -281,7 +284,12 @@ class PlainModel:
             (total / normaliser).backward()
             summed = float(total.detach())
         else:
-            for row in rows:
+            due = time.monotonic() + EVERY
+            for done, row in enumerate(rows):
+                if time.monotonic() > due:
+                    dtype = str(self._model.dtype)[6:]
+                    logger.info("%d of %d rows are computed by themselves, in %s", done, len(rows), dtype)
+                    due = time.monotonic() + EVERY
                 if not loss.reads_untrained and not row.weights.any():
                     continue
                 with self._routed(row):

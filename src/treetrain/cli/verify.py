@@ -1,6 +1,7 @@
 """`treetrain verify`: are loss and gradients those of training on every row by itself?"""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 from treetrain.cli.common import Parser, console, pairs, print_json, sample, table, tree_facts
@@ -27,7 +28,10 @@ def make_parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Parse, compare, print; 0 if tree and linear agree."""
     options = make_parser().parse_args(argv)
-    from treetrain.check.verify import verify
+    from treetrain.check.verify import logger, verify
+
+    logger.setLevel(logging.INFO)
+    logger.handlers = [logging.StreamHandler()]  # says how far it is where it takes long
 
     model, rows = sample(options, options.dtype)
     report = verify(model, rows, budget=options.budget, all_gradients=options.all)
