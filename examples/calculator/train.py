@@ -57,7 +57,7 @@ def make_grpo(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP,
         gradient_accumulation_steps=GROUPS,
-        learning_rate=8e-4,
+        learning_rate=4e-4,
         lr_scheduler_type="constant",
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
