@@ -16,7 +16,7 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the trainer's, too
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
 
@@ -62,4 +62,6 @@ class VLLM:
         """Take the trainer's weights, by their names in the checkpoint; what was cached for the old ones is dropped."""
         rounded = ((name, weight.detach().to(torch.bfloat16)) for name, weight in weights.items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rounded})
+        # A head that is tied to the embeddings is packed for CPUs at the start alone, and would keep the old weights.
+        self.llm.apply_model(lambda model: model.lm_head.quant_method.process_weights_after_loading(model.lm_head))
         self.llm.reset_prefix_cache()

@@ -11,6 +11,7 @@ and logs how far they are apart. Writes rounds.csv, a line for each round, and r
 import argparse
 import copy
 import csv
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +78,7 @@ def update(model: Any, optimizer: torch.optim.Optimizer) -> float:
 
 
 def main(
-    rounds: int = 24,
+    rounds: int = 16,
     problems: int = 4,
     warm_steps: int = 10,
     lr: float = 5e-6,
@@ -102,10 +103,10 @@ def main(
     tokenizer, model, sampler = load_tokenizer(), load(start), VLLM(start, seed=seed)
     other = copy.deepcopy(model) if check_rows else None
     optimizers = [torch.optim.AdamW(one.parameters(), lr=lr, weight_decay=0.0) for one in (model, other) if one]
-    engine, drawn, history = tt.TreeEngine(model), draw(TRAINED, problems * rounds, seed=2000 + seed), []
+    engine, drawn, history = tt.TreeEngine(model), draw(TRAINED, 480, seed=2000 + seed), []
     for number in range(rounds):
         times = [time.process_time()]
-        rows = play(sampler, tokenizer, drawn[problems * number : problems * (number + 1)])
+        rows = play(sampler, tokenizer, random.Random(f"{seed} {number}").sample(drawn, problems))
         times.append(time.process_time())
         result = engine.forward_backward(rows, LOSS)
         norm = update(model, optimizers[0])
@@ -184,7 +185,7 @@ def write(history: Sequence[dict[str, Any]], output: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--problems", type=int, default=4, help="of a round; four episodes each")
     parser.add_argument("--warm-steps", type=int, default=10, help="of supervised fine-tuning, first")
     parser.add_argument("--lr", type=float, default=5e-6)

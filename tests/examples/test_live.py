@@ -221,7 +221,7 @@ def test_the_sampler_gets_the_weights_of_every_round(tokenizer, monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "load_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(train, "load", lambda _=None: model)
-    monkeypatch.setattr(train, "draw", lambda *_, seed: [PROBLEM] * 6)
+    monkeypatch.setattr(train, "draw", lambda *_, seed: [PROBLEM] * 3)
     fake = SimpleNamespace(VLLM=lambda folder, seed: sampler)
     monkeypatch.setitem(sys.modules, "examples.live.sampler", fake)
     sampler.load(dict(model.named_parameters()))
