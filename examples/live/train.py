@@ -26,6 +26,8 @@ from examples.live.agent import Agents, Batches, Sampler, demonstration, run_all
 
 OPENINGS, BRANCHES = 2, 2
 """First turns of a problem, and branches of each after its first result: four episodes, whose rewards are compared."""
+BUDGET = 8192
+"""Tokens whose graph is alive at once. A fixed number, and not what memory is free, so that runs are equal."""
 LOSS = tt.losses.ppo(on_policy=True, importance_cap=2.0)
 """One update on what the present weights have sampled: the only ratio left is that of trainer to sampler."""
 
@@ -35,7 +37,10 @@ def warm_start(*, steps: int, seed: int) -> Path:
     path = Path(f"runs/live/warm-{steps}-{seed}")
     if not (path / "model.safetensors").is_file():
         tokenizer, model, problems = load_tokenizer(), load(), draw(TRAINED, 3 * steps, seed=1000 + seed)
-        engine, optimizer = tt.TreeEngine(model), torch.optim.AdamW(model.parameters(), lr=3e-5, weight_decay=0.0)
+        engine, optimizer = (
+            tt.TreeEngine(model, budget=BUDGET),
+            torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0),
+        )
         for step in range(steps):
             shown = problems[3 * step : 3 * step + 3]
             rows = [row for problem in shown for row in demonstration(tokenizer, problem).rows(problem, number=0)]
@@ -81,7 +86,7 @@ def main(
     rounds: int = 16,
     problems: int = 4,
     warm_steps: int = 10,
-    lr: float = 5e-6,
+    lr: float = 1e-5,
     seed: int = 0,
     check_rows: int = 0,
     output: str = "runs/live",
@@ -103,7 +108,7 @@ def main(
     tokenizer, model, sampler = load_tokenizer(), load(start), VLLM(start, seed=seed)
     other = copy.deepcopy(model) if check_rows else None
     optimizers = [torch.optim.AdamW(one.parameters(), lr=lr, weight_decay=0.0) for one in (model, other) if one]
-    engine, drawn, history = tt.TreeEngine(model), draw(TRAINED, 480, seed=2000 + seed), []
+    engine, drawn, history = tt.TreeEngine(model, budget=BUDGET), draw(TRAINED, 480, seed=2000 + seed), []
     for number in range(rounds):
         times = [time.process_time()]
         rows = play(sampler, tokenizer, random.Random(f"{seed} {number}").sample(drawn, problems))
@@ -188,7 +193,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--problems", type=int, default=4, help="of a round; four episodes each")
     parser.add_argument("--warm-steps", type=int, default=10, help="of supervised fine-tuning, first")
-    parser.add_argument("--lr", type=float, default=5e-6)
+    parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-rows", type=int, default=0, help="rounds whose rows a second model learns one by one")
     parser.add_argument("--output", default="runs/live")
