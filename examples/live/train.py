@@ -37,10 +37,8 @@ def warm_start(*, steps: int, seed: int) -> Path:
     path = Path(f"runs/live/warm-{steps}-{seed}")
     if not (path / "model.safetensors").is_file():
         tokenizer, model, problems = load_tokenizer(), load(), draw(TRAINED, 3 * steps, seed=1000 + seed)
-        engine, optimizer = (
-            tt.TreeEngine(model, budget=BUDGET),
-            torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0),
-        )
+        engine = tt.TreeEngine(model, budget=BUDGET)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
         for step in range(steps):
             shown = problems[3 * step : 3 * step + 3]
             rows = [row for problem in shown for row in demonstration(tokenizer, problem).rows(problem, number=0)]
@@ -182,7 +180,7 @@ def write(history: Sequence[dict[str, Any]], output: Path) -> None:
         axes.set_xlabel("round")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25)
-    reward.legend(frameon=False, fontsize=8, loc="lower right")
+    reward.legend(frameon=False, fontsize=8, loc="upper left")
     loss.legend(frameon=False, fontsize=8)
     figure.savefig(output / "rounds.png", dpi=90)
     pyplot.close(figure)
