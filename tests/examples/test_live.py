@@ -1,5 +1,6 @@
 """examples/live without vLLM: agents on a stand-in sampler, the rows of their histories, losses of tree and rows."""
 
+import asyncio
 import csv
 import math
 import random
@@ -112,6 +113,17 @@ def test_agents_that_wait_at_once_are_one_batch(tokenizer):
     sampler = Scripted(tokenizer)
     solve(tokenizer, sampler, openings=3, branches=2)
     assert sampler.batches == [3, 3, 3, 6, 6, 6, 6, 6]
+
+
+def test_an_agent_that_goes_on_waits_for_the_branches_of_others():
+    sizes = []
+    batches = Batches(lambda histories: sizes.append(len(histories)) or [Turn(ids, [0.0]) for ids in histories])
+
+    async def forks():
+        return await asyncio.gather(batches([2]), batches([3]))
+
+    assert run_all([batches([1]), forks()]) == [Turn([1], [0.0]), [Turn([2], [0.0]), Turn([3], [0.0])]]
+    assert sizes == [3]
 
 
 def test_a_sampler_that_fails_ends_all_agents(tokenizer):
