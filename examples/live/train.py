@@ -175,7 +175,7 @@ def write(history: Sequence[dict[str, Any]], output: Path) -> None:
         loss.plot([entry["round"] for entry in checked], alone, "x", color="black", label="row by row")
     loss.set(title="loss")
     lines = mismatch.get_lines() + kl.get_lines()
-    mismatch.legend(lines, [line.get_label() for line in lines], frameon=False, fontsize=8, loc="lower left")
+    mismatch.legend(lines, [line.get_label() for line in lines], frameon=False, fontsize=8, loc="upper left")
     for axes in (reward, mismatch, loss):
         axes.set_xlabel("round")
         axes.xaxis.get_major_locator().set_params(integer=True)
