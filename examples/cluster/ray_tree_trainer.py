@@ -12,11 +12,11 @@ import os
 
 import ray
 import torch
+from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 import treetrain as tt
-from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
 
 
 def train(config: dict) -> None:

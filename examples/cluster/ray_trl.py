@@ -8,11 +8,11 @@ worker that is lost in a save costs no more than the steps since the one before.
 
 import ray
 from datasets import Dataset
+from examples.cluster.ray_tree_trainer import launch, make_parser
+from examples.trl_sft import recorded_games, tokenizer_of_games
 from trl import SFTConfig, SFTTrainer
 
 import treetrain as tt
-from examples.cluster.ray_tree_trainer import launch, make_parser
-from examples.trl_sft import recorded_games, tokenizer_of_games
 
 
 class SafeSFTTrainer(tt.SafeCheckpointsMixin, SFTTrainer):

@@ -95,7 +95,7 @@ def test_the_file_is_what_accelerate_s_launcher_reads(treetrain, token_file, tmp
             launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
         )
         assert (args.num_processes, args.num_machines, getattr(args, kind)) == (ranks, nodes, True)
-        assert kind == "use_cpu" or (int(args.fsdp_version), str(args.fsdp_activation_checkpointing)) == (2, "true")
+        assert kind == "use_cpu" or (int(args.fsdp_version), str(args.fsdp_activation_checkpointing)) == (2, "True")
 
 
 def test_a_split_that_trainers_do_not_take_comes_with_its_mesh_and_the_fastest_that_they_take(treetrain, token_file):

@@ -1,9 +1,13 @@
 """The launchers of `examples/cluster`, each run as its file says: `make test-hosts`."""
 
+import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -108,3 +112,95 @@ def test_a_job_of_slurm_stops_with_a_checkpoint_at_its_signal_is_requeued_and_go
     assert 5 <= stopped < 60 and "the model is in" in text
     logged = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in logged if "loss" in entry] == [*range(5, 61, 5)]
+
+
+# ---- Ray Train
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: make test-hosts")
+@pytest.mark.parametrize("name", ["ray_tree_trainer", "ray_trl"])
+def test_ray_starts_all_workers_again_when_one_is_killed_and_they_go_on(name, tmp_path) -> None:
+    out, said = tmp_path / "out", tmp_path / "said"
+    command = [sys.executable, "-m", f"examples.cluster.{name}", "--output", str(out), "--steps", "20"]
+    root = str(FILES.parents[1])
+    patient = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | patient | {"PYTHONPATH": f"{root}/src{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    with said.open("w") as file:
+        driver = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
+    try:
+        end = time.monotonic() + SECONDS
+        while not (out / "checkpoint-5").exists():
+            assert time.monotonic() < end and driver.poll() is None, said.read_text()[-6000:]
+            time.sleep(0.1)
+        worker = int(re.findall(r"pid=(\d+)\) world_rank=1", said.read_text())[-1])
+        os.kill(worker, signal.SIGKILL)
+        assert driver.wait(SECONDS) == 0, said.read_text()[-6000:]
+    finally:
+        driver.terminate()  # ends the cluster too, which is its own
+        driver.wait(60)
+    logged = json.loads((out / "checkpoint-20" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in logged if "loss" in entry] == [*range(1, 21)]
+    assert len(re.findall(r"pid=\d+\) world_rank=1", said.read_text())) == 2  # two groups of workers
+    assert (out / "model.safetensors").exists()
+
+
+# ---- Files that no cluster here runs, as far as validators go
+
+
+def torchrun_words(text: str) -> tuple[list[str], list[str]]:
+    """The words of a torchrun command, and those of `treetrain train` in it."""
+    words = shlex.split(text.replace("\\\n", " "))
+    words = words[words.index("torchrun") + 1 :]
+    return words[: words.index("-m")], words[words.index("train") + 1 :]
+
+
+def check_command(text: str) -> None:
+    """torchrun and `treetrain train` know every option."""
+    from torch.distributed.run import parse_args
+
+    from treetrain.cli.train import make_parser
+
+    launcher, train = torchrun_words(text)
+    args = parse_args([*launcher, "script.py"])
+    assert args.rdzv_backend == "c10d" and args.rdzv_endpoint and args.shutdown_timeout < 300
+    options = make_parser().parse_args([word for word in train if word not in ("$@", "&")])
+    assert options.resume_from_checkpoint == "true"
+
+
+def test_the_commands_of_the_files_have_options_that_exist() -> None:
+    import yaml
+
+    text = re.sub(r"\$\([^()]*(\([^()]*\))?[^()]*\)|\$\{[^}]*\}", "1", (FILES / "train.sbatch").read_text())
+    start = text.index("torchrun \\\n")
+    check_command(text[start : text.index(" &\n", start)].replace('"$@"', "rows.jsonl --model m --output_dir o"))
+    sky = yaml.safe_load((FILES / "skypilot.yaml").read_text())
+    check_command(re.sub(r"\$\([^()]*\)", "node1", sky["run"]).replace('"$SKYPILOT_NUM_NODES"', "2"))
+    check_command(shlex.join(container()["command"]))
+
+
+def container() -> dict:
+    import yaml
+
+    pods = yaml.safe_load((FILES / "jobset.yaml").read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return pods["template"]["spec"]["containers"][0]
+
+
+def test_skypilot_reads_its_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sky = pytest.importorskip("sky", reason="skypilot is not installed: make test-hosts")
+    task = sky.Task.from_yaml(str(FILES / "skypilot.yaml"))
+    assert task.num_nodes == 2 and {"H100": 8} in [each.accelerators for each in task.resources]
+
+
+def test_the_job_of_the_jobset_is_one_of_kubernetes_whose_name_the_ranks_meet_at() -> None:
+    import yaml
+
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing: make test-hosts")
+    jobset = yaml.safe_load((FILES / "jobset.yaml").read_text())
+    job = jobset["spec"]["replicatedJobs"][0]
+    described = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job["template"]["spec"]}
+    validate.validate(described, validate.latest_version(), strict=True)
+    name = jobset["metadata"]["name"]
+    assert f"--rdzv-endpoint={name}-{job['name']}-0-0.{name}:29400" in container()["command"]
+    assert job["template"]["spec"]["parallelism"] == 2 and "--nnodes=2" in container()["command"]

@@ -101,6 +101,14 @@ class Host:
         self.agent.kill()
         self.agent.wait()
 
+    def cut(self) -> None:
+        """Take this host off the network; nothing tells the other."""
+        _ip("-n", self.name, "link", "set", self.device, "down")
+
+    def join(self) -> None:
+        """Put it back."""
+        _ip("-n", self.name, "link", "set", self.device, "up")
+
     @property
     def text(self) -> str:
         """What its processes have written."""
@@ -136,8 +144,8 @@ class Hosts:
         )
         for host in self.both:
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
-            for device in ("lo", host.device):
-                _ip("-n", host.name, "link", "set", device, "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+            host.join()
         return self.both
 
     def __exit__(self, *_: object) -> None:

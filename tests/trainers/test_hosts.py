@@ -202,7 +202,7 @@ def test_an_agent_that_is_killed_alone_leaves_workers_that_do_no_harm(hosts, on_
 def test_nodes_1_to_2_go_on_with_the_host_that_is_left_and_take_the_other_back(hosts, on_one_host, tmp_path) -> None:
     elastic = {"nodes": "1:2", "rendezvous": {"last_call_timeout": 5}, "optim": "sgd", "learning_rate": 0.05}
     folder = tmp_path / "out"
-    launch(hosts, "tree", folder, slow=1.0, **elastic)
+    launch(hosts, "tree", folder, slow=1.0, slow_alone=10.0, **elastic)
     wait_for_step(3, folder, hosts, ranks=2)
     hosts[1].lose()
     wait_for_step(5, folder, hosts[:1], ranks=1)
@@ -278,3 +278,94 @@ def command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+# ---- What goes wrong between hosts
+
+
+def fails_alike(hosts: Sequence[Host], *words: str) -> None:
+    """Both end with an error, and each says these words."""
+    assert all(codes(hosts)), said(hosts)
+    for host in hosts:
+        assert all(word in " ".join(host.text.split()) for word in words), said(hosts)
+
+
+@pytest.mark.parametrize(
+    ("of_host_1", "words"),
+    [
+        (
+            {"learning_rate": 0.02},
+            ["the ranks differ in learning_rate: rank 0 has 0.01, rank 1 0.02; all of them must be started with"],
+        ),
+        ({"version": "5.0.0"}, ["the ranks differ in", "5.0.0"]),
+        ({"folder": "{tmp_path}/elsewhere"}, ["on node2 is not the folder of the first rank, which wrote 'process "]),
+    ],
+    ids=["settings", "versions", "folder"],
+)
+def test_hosts_that_differ_are_named_on_both_and_nothing_is_written(of_host_1, words, hosts, tmp_path) -> None:
+    given = {
+        name: str(value).format(tmp_path=tmp_path) if name == "folder" else value for name, value in of_host_1.items()
+    }
+    launch(hosts, "tree", tmp_path / "out", restarts=0, host1=given)
+    fails_alike(hosts, *words)
+    assert not list(tmp_path.rglob("checkpoint-*")) and not steps_of(tmp_path / "out")
+
+
+def test_a_rank_that_never_arrives_is_named_in_time(hosts, tmp_path) -> None:
+    began = time.monotonic()
+    launch(hosts, "tree", tmp_path / "out", restarts=0, host1={"never_comes": True})
+    assert codes(hosts[:1]) == [1], said(hosts)
+    assert "rank 0 of 2 has waited 60 s for rank 1: not started, or killed before it joined" in hosts[0].text
+    assert time.monotonic() - began < 60 + SECONDS / 2 and not (tmp_path / "out").exists()
+
+
+def test_a_rendezvous_that_nobody_serves_ends_both_agents_in_time(hosts, tmp_path) -> None:
+    launch(hosts, "tree", tmp_path / "out", endpoint="10.213.7.9:1", rendezvous={"read_timeout": 5})
+    fails_alike(hosts, "RendezvousConnectionError", "The connection to the C10d store has failed")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_host_that_is_not_started_ends_the_other_in_time(hosts, tmp_path) -> None:
+    launch(hosts[:1], "tree", tmp_path / "out", rendezvous={"join_timeout": 5})
+    assert codes(hosts[:1]) == [1] and "RendezvousTimeoutError" in hosts[0].text, said(hosts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cable_that_is_cut_ends_both_in_the_timeout_that_is_set_and_the_run_goes_on(
+    hosts, on_one_host, tmp_path
+) -> None:
+    launch(hosts, "tree", tmp_path / "out", restarts=0, slow=0.5, ddp_timeout=15)
+    wait_for_step(3, tmp_path / "out", hosts)
+    hosts[1].cut()
+    began = time.monotonic()
+    assert all(codes(hosts)), said(hosts)
+    assert time.monotonic() - began < 15 + SECONDS / 2
+    assert all("another rank has left this pass" in host.text for host in hosts), said(hosts)
+    assert newest_whole(tmp_path / "out") >= 2
+    hosts[1].join()
+    launch(hosts, "tree", tmp_path / "out", ddp_timeout=15)
+    ended_well(hosts)
+    assert differences(result(tmp_path / "out"), on_one_host["tree"]) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A shared folder of 2 MB, room for a few checkpoints."""
+    (place := tmp_path / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_shared_folder_is_said_by_both_hosts_and_the_last_checkpoint_stays(small_disk, hosts, tmp_path) -> None:
+    launch(hosts, "tree", small_disk / "out", restarts=0, save_total_limit=None, max_steps=40)
+    fails_alike(hosts, "could not be written", "MB are free there", "Make room or make the folder writable")
+    assert (last := newest_whole(small_disk / "out")) >= 2
+    assert f"the last good checkpoint is {small_disk}/out/checkpoint-{last}" in hosts[0].text
+    assert not (small_disk / "out" / ".treetrain" / "working").exists()
+
+
+def test_a_read_only_shared_folder_is_refused_by_both_before_the_first_step(small_disk, hosts) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    launch(hosts, "tree", small_disk / "out", restarts=0)
+    fails_alike(hosts, "cannot be written: no right to write in")

@@ -27,11 +27,11 @@ ZERO2 = {
 class Steps(TrainerCallback):
     """A line per step with the number of ranks, for those who wait for it."""
 
-    def __init__(self, path: Path, slow: float) -> None:
-        self.path, self.slow = path, slow
+    def __init__(self, path: Path, slow: float, slow_alone: float) -> None:
+        self.path, self.slow, self.slow_alone = path, slow, slow_alone
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        time.sleep(self.slow)
+        time.sleep(self.slow if args.world_size > 1 else self.slow_alone)
         with self.path.open("a") as file:
             file.write(f"{state.global_step} {args.world_size}\n")
 
@@ -50,7 +50,7 @@ def main(kind: str, folder: Path, settings: dict[str, Any]) -> None:
         transformers.__version__ = version
     if given.pop("never_comes", False):
         time.sleep(600)
-    steps = Steps(folder.with_name(f"{folder.name}.steps") if first else Path(os.devnull), given.pop("slow", 0.0))
+    steps = Steps(folder.with_name(f"{folder.name}.steps") if first else Path(os.devnull), given.pop("slow", 0.0), given.pop("slow_alone", 0.0))
     given |= {"callbacks": (steps,), "ddp_backend": "gloo"}
     resume = True
     if kind == "zero2":
