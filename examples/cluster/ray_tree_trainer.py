@@ -24,7 +24,7 @@ def train(config: dict) -> None:
     args = tt.TreeArguments(
         config["output"],
         max_steps=config["steps"],
-        tokens_per_step=4000,
+        tokens_per_step=1500,
         learning_rate=3e-3,
         save_steps=config["save_steps"],
         logging_steps=1,

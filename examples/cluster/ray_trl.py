@@ -24,7 +24,7 @@ def train(config: dict) -> None:
     args = SFTConfig(
         config["output"],
         max_steps=config["steps"],
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=2,
         learning_rate=3e-3,
         assistant_only_loss=True,
         max_length=None,

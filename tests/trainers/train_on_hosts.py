@@ -50,7 +50,11 @@ def main(kind: str, folder: Path, settings: dict[str, Any]) -> None:
         transformers.__version__ = version
     if given.pop("never_comes", False):
         time.sleep(600)
-    steps = Steps(folder.with_name(f"{folder.name}.steps") if first else Path(os.devnull), given.pop("slow", 0.0), given.pop("slow_alone", 0.0))
+    steps = Steps(
+        folder.with_name(f"{folder.name}.steps") if first else Path(os.devnull),
+        given.pop("slow", 0.0),
+        given.pop("slow_alone", 0.0),
+    )
     given |= {"callbacks": (steps,), "ddp_backend": "gloo"}
     resume = True
     if kind == "zero2":

@@ -55,7 +55,7 @@ from treetrain.trainers.checkpoint_files import (
     rotate,
 )
 from treetrain.trainers.plain_loading import check_random_state, load_metadata, without_code
-from treetrain.trainers.relied_on import TESTED, Members, missing_members, warn_if_untested
+from treetrain.trainers.relied_on import TESTED, Members, missing_members, versions_of, warn_if_untested
 from treetrain.trainers.run_facts import (
     FIXED,
     LENGTH,
@@ -322,10 +322,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def _compare_facts(self) -> dict[str, Json]:
         """The facts of this run, which all ranks and a resumed checkpoint must have. Raises ValueError on all ranks."""
         each = self._together(lambda: json.loads(json.dumps(self.run_facts())))
-        facts = each[0]
+        facts, versions = each[0], self._together(lambda: versions_of(self))
         with self._ranks.together("the start of the run"):
-            for name in facts.keys() | each[-1].keys():
-                values = [one.get(name) for one in each]
+            for name in [*versions[0], *facts]:
+                values = [one.get(name) for one in (versions if name in versions[0] else each)]
                 if not (name in MAY_BE_UNKNOWN and None in values):
                     check_same(name, values, "be started with the same settings, model and rows")
 
