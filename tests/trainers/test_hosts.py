@@ -24,7 +24,7 @@ from treetrain.trainers.checkpoint_files import check_files
 REFUSED = why_no_hosts()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REFUSED is not None, reason=REFUSED or "")]
 SCRIPT = "tests/trainers/train_on_hosts.py"
-SECONDS = 400.0
+SECONDS = 900.0
 """The longest that a run, or a restart, may take here."""
 ONE_HOST: dict[str, dict[str, Any]] = {
     "tree": {"tree": True, "fsdp": True},
