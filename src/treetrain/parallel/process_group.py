@@ -80,7 +80,7 @@ def wait_for_ranks() -> None:
     rank, port = _number("RANK", 0, size - 1), _number("MASTER_PORT", 0, 65535)
     store, missing = None, f"rank 0, which the others meet at {address}:{port}"
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # torchrun's store outlives a restart. Where rank 0 serves, it is new, and a host that came back counts from 0 again.
+    # torchrun's store outlives a restart. If rank 0 serves, it is new; a host that came back counts from 0 again.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") if torchrun_serves else None
     keys = [f"treetrain/{restarts}/{other}" for other in range(size)]
     try:
