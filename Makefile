@@ -24,7 +24,7 @@ endif
 
 .PHONY: help demo live test test-full pytest-fast pytest-all lint types bench bench-smoke golden docs tutorial packages workflows \
 	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-deepspeed test-quantised \
-	test-device \
+	test-hosts test-device \
 	clean-venv active-environment
 .DEFAULT_GOAL := help
 
@@ -50,6 +50,7 @@ help:
 	@echo "make test-skyrl    SkyRL's policy worker with and without trees"
 	@echo "make test-axolotl  Axolotl's trainer with and without the plugin"
 	@echo "make test-deepspeed  the trainers under DeepSpeed's ZeRO with and without shared prefixes"
+	@echo "make test-hosts   torchrun over two hosts (network namespaces), Slurm, Ray Train and the other files of examples/cluster"
 	@echo "make test-quantised  LoRA on weights quantised by bitsandbytes and torchao"
 	@echo "make test-device   the rehearsal of benchmarks/quarter_hour.py with a GPU machine's versions, and errors in it"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
@@ -114,6 +115,17 @@ test-deepspeed:
 	PATH="$(abspath $(VENV))/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
 		$(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/trainers/test_share_prefixes_deepspeed.py \
 		tests/trainers/test_accelerate_files.py
+
+# As root, for network namespaces; Slurm's tests skip without Debian's slurm-wlm. Minutes to half an hour on two cores;
+# the test of thirty kills is most of it: PYTEST_ARGS="-k 'not thirty'".
+test-hosts: VENV = .venv-hosts
+test-hosts:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q setuptools wheel ninja py-cpuinfo \
+		"ray[train]==2.60.0" skypilot==0.14.1 kubernetes-validate==1.37.0 -e ".[dev]"
+	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install -q --no-build-isolation deepspeed==0.19.8
+	PATH="$(abspath $(VENV))/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
+		$(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/trainers/test_hosts.py tests/examples/test_cluster.py
 
 test-quantised: VENV = .venv-quantised
 test-quantised:

@@ -123,6 +123,7 @@ def test_every_command_is_shown_in_the_readme_and_in_the_docs():
 def test_every_flag_that_a_page_names_exists():
     fields = {"help", "version", "output"}  # the last is that of the examples
     fields |= {"shutdown-timeout", "config_file", "num_processes", "accelerate_config", "no-deps"}  # other tools
+    fields |= {"nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "max-restarts"}  # torchrun's
     scripts = [ROOT / "benchmarks" / "quarter_hour.py", ROOT / "benchmarks" / "gpu_training.py"]
     for script in [*scripts, *(ROOT / "examples").glob("*.py")]:
         fields |= set(re.findall(r'add_argument\("--([a-z_-]+)"', script.read_text(encoding="utf-8")))

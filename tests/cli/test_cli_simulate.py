@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ from treetrain.core.tree.token_tree import build_tree
 from treetrain.logs.load import load
 from treetrain.models.loading import load_tokenizer
 from treetrain.shapes import ModelShape
+from treetrain.simulation.launch import launch_of
 from treetrain.simulation.simulate import simulate
 from treetrain.simulation.splits import splits_of
 
 
 def test_the_figures_are_those_of_the_function_the_fastest_split_first(treetrain, token_file) -> None:
-    argv = ["simulate", token_file, "--model", "qwen3-0.6b", "--ranks", "4", "--budget", "1000", "--node", "2"]
+    argv = ["simulate", token_file, "--model", "qwen3-0.6b", "--ranks", "4", "--budget", "1000", "--nodes", "2"]
     said = treetrain(*argv, "--context", "1", "--json").json
     tree, device = build_tree(load(token_file).trajectories), dataclasses.replace(DEVICES["h100"], node_ranks=2)
     counts = ModelShape.named("qwen3-0.6b").counts(dtype_bytes=2)
@@ -60,6 +62,64 @@ def test_a_device_may_be_described_in_a_file(treetrain, token_file, tmp_path) ->
     assert said["device"]["name"] == "slow" and said["device"]["flops"] == 1e12
 
 
+def launched(treetrain, token_file, *words: str) -> list[dict]:
+    return treetrain("simulate", token_file, *words, "--json").json["launch"]
+
+
+def test_the_command_of_the_fastest_split_parses_and_says_nodes_ranks_budget_and_shards(treetrain, token_file) -> None:
+    from torch.distributed.run import parse_args
+
+    from treetrain.cli.train import make_parser
+
+    words = ["--ranks", "8", "--nodes", "2", "--context", "1", "--tensor", "1", "--budget", "500", "--checkpointing"]
+    for device, model, sharded in (("cpu", "tiny", False), ("h100", "qwen3-8b", True)):
+        (launch,) = launched(treetrain, token_file, "--device", device, "--model", model, *words)
+        assert launch["mesh"] is None and ("--fsdp" in launch["command"]) == ("sharded" in launch["split"]) == sharded
+        torchrun, *argv = shlex.split(launch["command"])
+        args = parse_args(argv)
+        assert (torchrun, args.nnodes, args.nproc_per_node, args.rdzv_backend) == ("torchrun", "2", "4", "c10d")
+        assert (args.module, args.training_script, args.training_script_args[0]) == (True, "treetrain", "train")
+        if device == "cpu":
+            options = make_parser().parse_args(args.training_script_args[1:])
+            assert (options.files, options.model, options.budget) == ([token_file], "tiny", "500")
+            assert options.gradient_checkpointing and options.use_cpu
+
+
+def test_the_file_is_what_accelerate_s_launcher_reads(treetrain, token_file, tmp_path) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    words = ["--context", "1", "--tensor", "1", "--checkpointing"]
+    for ranks, nodes, device, model, kind in ((2, 1, "cpu", "tiny", "use_cpu"), (8, 2, "h100", "qwen3-8b", "use_fsdp")):
+        given = ["--ranks", str(ranks), "--nodes", str(nodes), "--device", device, "--model", model]
+        (launch,) = launched(treetrain, token_file, *given, *words)
+        (file := tmp_path / f"{kind}.yaml").write_text(launch["accelerate"])
+        args, *_ = _validate_launch_command(
+            launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
+        )
+        assert (args.num_processes, args.num_machines, getattr(args, kind)) == (ranks, nodes, True)
+        assert kind == "use_cpu" or (int(args.fsdp_version), str(args.fsdp_activation_checkpointing)) == (2, "True")
+
+
+def test_a_split_that_trainers_do_not_take_comes_with_its_mesh_and_the_fastest_that_they_take(treetrain, token_file):
+    said = treetrain(
+        "simulate", token_file, "--model", "qwen3-8b", "--ranks", "16", "--nodes", "2", "--context", "2"
+    ).out
+    assert "in a loop of your own" in said and "--nproc-per-node 8 your_loop.py" in said
+    assert 'init_device_mesh("cuda", (8, 2)' in said and 'context=mesh.get_group("context")' in said
+    assert "A model: seconds and memory, from the figures of h100 (compared with no GPU)" in said
+
+
+def test_every_split_of_the_engine_has_lines_that_compile() -> None:
+    counts, device = ModelShape.named("qwen3-30b-a3b").counts(dtype_bytes=2), DEVICES["h100"]
+    for split in splits_of(counts, 16, device):
+        if split.in_engine:
+            options = {"model": "m", "files": "f", "budget": "8GiB", "checkpointing": False, "cpu": False}
+            launch = launch_of(split, 2, **options)
+            assert (launch.accelerate is None) != (launch.mesh is None)
+            compile(launch.mesh or "", str(split), "exec")
+            assert "'8GiB'" in launch.mesh if launch.mesh else "--budget 8GiB" in launch.command
+
+
 OTHERS = "memory_bytes = 1\nmemory_bandwidth = 1\nlink_bandwidth = 1\n"
 
 
@@ -83,6 +143,7 @@ def test_a_bad_description_is_refused_with_what_is_wrong(treetrain, token_file, 
 
 def test_bad_options_and_untrained_files_are_refused(treetrain, token_file, tmp_path) -> None:
     assert "no device is named 'h900'" in treetrain("simulate", token_file, "--device", "h900").error
+    assert "--ranks 8 cannot be spread evenly over --nodes 3" in treetrain("simulate", token_file, "--nodes", "3").error
     assert "--ranks: '0'" in treetrain("simulate", token_file, "--ranks", "0").error
     missing = str(tmp_path / "missing.jsonl")  # sizes are checked before any file is read
     assert "tensor 3: a model with 32 heads" in treetrain("simulate", missing, "--tensor", "3").error

@@ -119,3 +119,20 @@ def test_torchrun_ends_soon_and_names_a_rank_that_does_not_come(fate, kind, word
     )
     assert words in ended.stdout + ended.stderr
     assert (ended.returncode == 0) == (fate == "comes")
+
+
+def test_ranks_find_each_other_though_one_host_came_back_and_counts_restarts_from_zero(two_ranks) -> None:
+    two_ranks.setattr(distributed, "JOIN_TIMEOUT", datetime.timedelta(seconds=30))
+    two_ranks.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+
+    def other() -> None:
+        two_ranks.setenv("RANK", "1")
+        two_ranks.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        distributed.wait_for_ranks()
+
+    two_ranks.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    process = multiprocessing.get_context("fork").Process(target=other)
+    process.start()
+    distributed.wait_for_ranks()
+    process.join()
+    assert process.exitcode == 0

@@ -1,15 +1,19 @@
 """`treetrain simulate`: what a step of a file would take on many ranks, predicted. Counting a model needs torch."""
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, at_least, console, find_shape, pairs, print_json, print_notes, read, table
 from treetrain.core.errors import nearest
+from treetrain.simulation.launch import in_trainers
 
 if TYPE_CHECKING:
+    from treetrain.core.planning.devices import Device
     from treetrain.simulation.simulate import Refused, Simulation
+    from treetrain.simulation.splits import Split
 
 SUMMARY = "How to split a model and a file's rows over many ranks: time, parts, links and memory of a step, predicted."
 MOST_RANKS = 65_536
@@ -29,7 +33,9 @@ def make_parser() -> Parser:
     parser.option("model", text, "qwen3-8b")
     parser.option("ranks", "Number of ranks, one GPU or process each.", 8, type=at_least(1))
     parser.option("device", "h100, h200, a100, cpu, or a TOML file of figures (docs/distributed.md).", "h100")
-    parser.option("node", "Ranks per node. Not given: the device's, 8 for GPUs.", type=at_least(1))
+    parser.option(
+        "nodes", "Nodes with equal ranks. Not given: as the device's node_ranks, 8 for GPUs.", type=at_least(1)
+    )
     for name, what in (
         ("context", "share the tokens of every part"),
         ("tensor", "share every weight (transformers' tp_plan)"),
@@ -51,13 +57,16 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.models.work import cheapest_rows
     from treetrain.shapes import ModelShape
     from treetrain.simulation.device_files import find_device
+    from treetrain.simulation.launch import launch_of
     from treetrain.simulation.simulate import Simulation, simulate
     from treetrain.simulation.splits import splits_of
     from treetrain.simulation.verdict import verdict
 
     device = find_device(options.device)
-    if options.node is not None:
-        device = dataclasses.replace(device, node_ranks=options.node)
+    if options.nodes is not None:
+        if options.ranks % options.nodes:
+            raise ValueError(f"--ranks {options.ranks} cannot be spread evenly over --nodes {options.nodes}")
+        device = dataclasses.replace(device, node_ranks=options.ranks // options.nodes)
     name, hub_id = options.model, None
     if name.lower() in ModelShape.names():
         options.model, hub_id = None, HUB_IDS.get(name.lower(), f"Qwen/{name.title()}")
@@ -84,7 +93,20 @@ def run(argv: Sequence[str]) -> int:
     splits = [one.split for one in found[:SHOWN]]
     rows_apart = build_tree(cheapest_rows(tree), merge=False)
     apart = simulate(rows_apart, counts, splits, device, budget=options.budget)
-    sentences = list(verdict(found, device, apart))
+    sentences = [*verdict(found, device, apart), _certainty(device)]
+    nodes = -(-options.ranks // int(device.node_ranks))
+    launches = {
+        split: launch_of(
+            split,
+            nodes,
+            model=name if options.model else f"./{name}",
+            files=shlex.join(options.files),
+            budget=options.budget,
+            checkpointing=options.checkpointing,
+            cpu=device.kind == "cpu",
+        )
+        for split in _recommended(found)
+    }
     if options.json:
         derived = ("step_seconds", "link_share", "peak_bytes")
         print_json(
@@ -101,6 +123,7 @@ def run(argv: Sequence[str]) -> int:
                 ],
                 "refused": [{"split": one.split._asdict(), "reason": one.reason} for one in refused],
                 "verdict": sentences,
+                "launch": [{"split": str(split), **launch._asdict()} for split, launch in launches.items()],
                 "notes": list(rows.notes),
             }
         )
@@ -115,7 +138,31 @@ def run(argv: Sequence[str]) -> int:
         ("links", f"{links}, {device.link_efficiency:.0%} of it reached"),
     ]
     _print(facts, found, refused, sentences)
+    for split, launch in launches.items():
+        where = "in TreeTrainer and share_prefixes" if launch.accelerate else "in a loop of your own"
+        print(f"\n{split}, {where}:" + ("  # on every node; HEAD: the name of one" if nodes > 1 else ""))
+        print("\n".join(filter(None, (launch.command, launch.mesh))))
+        if launch.accelerate:
+            print(f"\nas accelerate's file, for share_prefixes:\n{launch.accelerate}")
     return 0
+
+
+def _recommended(found: "list[Simulation]") -> "list[Split]":
+    """The fastest split that `TreeEngine` supports, and the fastest that trainers take if that is another."""
+    by_engine = [one.split for one in found if one.split.in_engine]
+    by_trainers = [split for split in by_engine if in_trainers(split)]
+    return list(dict.fromkeys([*by_engine[:1], *by_trainers[:1]]))
+
+
+def _certainty(device: "Device") -> str:
+    """A sentence on what is counted and what is a model."""
+    compared = (
+        "measured steps on CPUs took 1.11 to 1.65 times as long" if device.kind == "cpu" else "compared with no GPU"
+    )
+    return (
+        "Counted from your rows and model: trajectories, tokens, parts, bytes. A model: seconds and memory, from the "
+        f"figures of {device.name} ({compared}). benchmarks/links.py measures your links."
+    )
 
 
 def _print(

@@ -79,9 +79,9 @@ def wait_for_ranks() -> None:
     size, address = _number("WORLD_SIZE", 1), os.environ["MASTER_ADDR"]
     rank, port = _number("RANK", 0, size - 1), _number("MASTER_PORT", 0, 65535)
     store, missing = None, f"rank 0, which the others meet at {address}:{port}"
-    restarts, torchrun_serves = (
-        os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "USE_AGENT_STORE")
-    )
+    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # torchrun's store outlives a restart. If rank 0 serves, it is new; a host that came back counts from 0 again.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") if torchrun_serves else None
     keys = [f"treetrain/{restarts}/{other}" for other in range(size)]
     try:
         # The process group's own store shares the server of this one, which must stay.
@@ -89,7 +89,7 @@ def wait_for_ranks() -> None:
             address,
             port,
             size,
-            rank == 0 and torchrun_serves != "True",
+            rank == 0 and not torchrun_serves,
             timeout=JOIN_TIMEOUT,
             wait_for_workers=False,
             multi_tenant=True,

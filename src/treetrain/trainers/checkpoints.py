@@ -14,6 +14,8 @@ import json
 import math
 import os
 import shutil
+import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,10 +39,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from treetrain.core.engine.ranks import Ranks
-from treetrain.core.errors import RanksDisagree, shortened
+from treetrain.core.errors import RanksDisagree, quoted, shortened
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.logs.records import Json
-from treetrain.parallel.process_group import GroupRanks
+from treetrain.parallel.process_group import GroupRanks, check_same
 from treetrain.trainers import run_folder
 from treetrain.trainers.checkpoint_files import (
     CheckpointNotWritten,
@@ -53,10 +55,11 @@ from treetrain.trainers.checkpoint_files import (
     rotate,
 )
 from treetrain.trainers.plain_loading import check_random_state, load_metadata, without_code
-from treetrain.trainers.relied_on import TESTED, Members, missing_members, warn_if_untested
+from treetrain.trainers.relied_on import TESTED, Members, missing_members, versions_of, warn_if_untested
 from treetrain.trainers.run_facts import (
     FIXED,
     LENGTH,
+    MAY_BE_UNKNOWN,
     differences,
     facts_of_arguments,
     facts_of_loss,
@@ -64,6 +67,7 @@ from treetrain.trainers.run_facts import (
     facts_of_rows,
 )
 from treetrain.trainers.run_folder import (
+    LOCK,
     OWN,
     FolderRefused,
     check_contents,
@@ -113,6 +117,8 @@ PROMISES: Mapping[Promise, Members] = {
 CALLBACKS = "callbacks"
 SHARDS = "pytorch_model_fsdp_0"
 """The folder of a checkpoint in which accelerate writes the shards of a model."""
+SEEN_WITHIN = 10.0
+"""Seconds within which a network file system shows to one host what another has written."""
 WORKING = os.path.join(OWN, run_folder.WORKING)
 """The folder, within that of the run, in which checkpoints are written and deleted."""
 
@@ -233,6 +239,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             stack.callback(vars(self).update, _resumed=None)
             self._on_first(lambda: self._check_folder(folder, wanted))
             self._on_first(lambda: stack.enter_context(locked(folder)))
+            self._check_shared(folder)
             self._on_first(lambda: delete([], folder / WORKING))  # left by a killed run
             self._resumed = self._last_good = self._choose(wanted, folder)
             self._facts = self._compare_facts()
@@ -257,6 +264,24 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             models=[model for model in models if model],
             how=self.how_to_set.format("overwrite_output_dir"),
         )
+
+    def _check_shared(self, folder: Path) -> None:
+        """Raise FolderRefused on all ranks unless each sees the lock that the first has just written."""
+        path = folder / OWN / LOCK
+        (written, *_) = self._together(lambda: path.read_bytes() if self.args.process_index == 0 else b"")
+
+        def look() -> None:
+            end = time.monotonic() + SEEN_WITHIN
+            while not (path.is_file() and path.read_bytes() == written):
+                if time.monotonic() > end:
+                    raise FolderRefused(
+                        f"{folder} on {socket.gethostname()} is not the folder of the first rank, which wrote "
+                        f"{quoted(written.decode(errors='replace'))} to {path}: give an output_dir on a file system "
+                        "that all hosts share"
+                    )
+                time.sleep(0.1)
+
+        self._together(look)
 
     def _choose(self, wanted: str | bool | None, folder: Path) -> Path | None:
         """The checkpoint to resume; None to start anew. Raises TornCheckpoint, and ValueError if it does not fit."""
@@ -295,12 +320,18 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return facts
 
     def _compare_facts(self) -> dict[str, Json]:
-        """The facts of this run, which a resumed checkpoint must have too. Raises ValueError on all ranks."""
+        """The facts of this run, which all ranks and a resumed checkpoint must have. Raises ValueError on all ranks."""
+        each = self._together(lambda: json.loads(json.dumps(self.run_facts())))
+        facts, versions = each[0], self._together(lambda: versions_of(self))
+        with self._ranks.together("the start of the run"):
+            for name in [*versions[0], *facts]:
+                values = [one.get(name) for one in (versions if name in versions[0] else each)]
+                if not (name in MAY_BE_UNKNOWN and None in values):
+                    check_same(name, values, "be started with the same settings, model and rows")
 
-        def compare() -> dict[str, Json]:
-            facts = json.loads(json.dumps(self.run_facts()))
+        def compare() -> None:
             if self._resumed is None:
-                return facts
+                return
             changed = differences(read_manifest(self._resumed)["facts"], facts)
             if length := [changed.pop(name) for name in LENGTH if name in changed]:
                 warnings.warn(f"the run goes on at another length: {'; '.join(length)}", RuntimeWarning, stacklevel=2)
@@ -313,9 +344,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 raise ValueError(f"cannot go on from {self._resumed}: {said}. If this is meant, say so with {how}")
             if changed:
                 warnings.warn(f"the run goes on with changes: {said}", RuntimeWarning, stacklevel=2)
-            return facts
 
-        return self._together(lambda: compare() if self.args.process_index == 0 else {})[0]
+        self._on_first(compare)
+        return facts
 
     def _check_whole(self, path: Path) -> None:
         """Read every byte of a checkpoint, each rank a part of it. All ranks raise if one finds it torn."""

@@ -5,7 +5,6 @@ that hold all weights: one alone, or several in DistributedDataParallel. Another
 file of its own (`sharded_processes.py` has FSDP2).
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,6 +16,7 @@ from transformers import Trainer
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.engine.score import Scored
 from treetrain.engine import TreeEngine
+from treetrain.trainers.relied_on import versions_of
 from treetrain.trainers.step_scores import Step, StepScores
 
 
@@ -65,7 +65,7 @@ class Processes:
             if not ranks.alone:
                 accumulated, trained = "gradient_accumulation_steps", sum(p.requires_grad for p in model.parameters())
                 settings |= {accumulated: getattr(trainer.args, accumulated), "trained weights": trained}
-                ranks.same({**_versions(trainer), "the trainer": type(trainer).__name__, **settings})
+                ranks.same({**versions_of(trainer), "the trainer": type(trainer).__name__, **settings})
 
     def autocast(self) -> AbstractContextManager[None]:
         """The autocast under which this trainer's model runs."""
@@ -121,11 +121,3 @@ class Processes:
     def engine_key(self, model: nn.Module) -> object:
         """The key of the engine for this model: it needs another one if this changes."""
         return id(model)
-
-
-def _versions(trainer: Trainer) -> dict[str, str]:
-    """The versions of the packages that a step runs through."""
-    used = {kind.__module__.partition(".")[0] for kind in (*type(trainer).__mro__, *type(trainer.model).__mro__)}
-    used |= {"deepspeed"} if trainer.is_deepspeed_enabled else set()
-    packages = ("treetrain", "torch", "transformers", "accelerate", *sorted(used & {"trl", "peft", "deepspeed"}))
-    return {name: importlib.import_module(name).__version__ for name in packages}

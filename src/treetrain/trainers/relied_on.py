@@ -13,6 +13,7 @@ from importlib import import_module
 
 from packaging.version import Version
 from torch import nn
+from transformers import Trainer
 
 TESTED = {"transformers": ("5.3", "5.24"), "trl": ("1.15", "1.16")}
 """The oldest and the newest version of each package that the tests run with."""
@@ -69,3 +70,11 @@ def missing_members(kind: type, members: Members) -> list[str]:
         lacking = [parameter for parameter in parameters if parameter not in own and not takes_all]
         missing += [f"{name}({', '.join(lacking)})"] if lacking else []
     return missing
+
+
+def versions_of(trainer: Trainer) -> dict[str, str]:
+    """The versions of the packages that a step runs through."""
+    used = {kind.__module__.partition(".")[0] for kind in (*type(trainer).__mro__, *type(trainer.model).__mro__)}
+    used |= {"deepspeed"} if trainer.is_deepspeed_enabled else set()
+    packages = ("treetrain", "torch", "transformers", "accelerate", *sorted(used & {"trl", "peft", "deepspeed"}))
+    return {name: import_module(name).__version__ for name in packages}
