@@ -248,7 +248,8 @@ def _first_turns(output: Path, model: "PreTrainedModel", tokenizer: "PreTrainedT
         options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         prompt: Any = tokenizer.apply_chat_template(game["messages"][:2], tools=game["tools"], **options)
         with torch.no_grad():
-            tokens = model.eval().generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
+            generate: Any = model.eval().generate
+            tokens = generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
         text = str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
         texts[puzzle] = " ".join(text.split())
     return texts

@@ -134,9 +134,11 @@ def predict(trainer: TreeTrainer, folder: Path, resume: str | bool | None = None
     largest = max([*inputs, data[calls[int(np.argmax(sizes))]]], key=lambda one: one["unique_tokens"])
     engine = trainer._engine_of(trainer.model)
     plan: Plan = engine.plan(largest["tree"])
+    call = engine.prepared.call()
+    engine._before_plan(call, largest["tree"])  # counts what its images need
     if trainer.loss.scope == "batch":  # every score is needed before the first gradient
-        plan = engine.prepared.plan_keeping_graphs(plan) or plan
-    cost, known = engine.prepared.cost, plan.purpose is not None and args.execution == "tree"
+        plan = call.plan_keeping_graphs(plan) or plan
+    cost, known = call.cost, plan.purpose is not None and args.execution == "tree"
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     held = {*trainer.model.parameters(), *([] if (ref := trainer._ref_engine) is None else ref.model.parameters())}
     adam = isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), torch.optim.Adam | torch.optim.AdamW)
