@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import treetrain as tt
-from examples.calculator.problems import Problem, calculate, correct, tool_result
+from examples.calculator.problems import Problem, calculate, correct
 
 PLAN = (
     "You solve problems. A helper calculates for you: write <ask>12 * 7</ask> and you are told the result. Ask for one "
@@ -119,8 +119,8 @@ class Agents:
         """The sub-agent's reply, and its history."""
         helper = self._begin(HELP, asked)
         reply = await self._write(helper)
-        if (result := tool_result(reply)) is not None:
-            self._tell(helper, ("tool", result))
+        if (called := _called(reply)) is not None:
+            self._tell(helper, ("tool", calculate(called)))
             reply = await self._write(helper)
         return reply, helper
 
@@ -148,6 +148,11 @@ def _asked(reply: str) -> str | None:
     return None if match is None else match[1]
 
 
+def _called(reply: str) -> str | None:
+    match = re.search(r"<tool_call>(.*?)</tool_call>", reply, re.DOTALL)
+    return None if match is None else match[1]
+
+
 class Batches:
     """Makes one batch of the histories of all agents that wait for a turn."""
 
@@ -170,10 +175,16 @@ class Batches:
         batch, self.waiting = self.waiting, []
         try:
             turns = self.sampler([ids for ids, _ in batch])
-        except Exception as error:
-            turns = [error] * len(batch)
+            if len(turns) != len(batch):
+                raise ValueError(f"{len(turns)} turns for {len(batch)} histories")
+        except Exception as error:  # an agent whose turn never came would wait for ever
+            for _, waits in batch:
+                failure = RuntimeError(f"the sampler failed: {error!r}")
+                failure.__cause__ = error
+                waits.set_exception(failure)  # no StopIteration, which a future does not take
+            return
         for (_, waits), turn in zip(batch, turns, strict=True):
-            waits.set_exception(turn) if isinstance(turn, Exception) else waits.set_result(turn)
+            waits.set_result(turn)
 
 
 def run_all(solving: Iterable[Coroutine[Any, Any, list[Episode]]]) -> list[list[Episode]]:

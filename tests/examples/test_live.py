@@ -126,11 +126,14 @@ def test_an_agent_that_goes_on_waits_for_the_branches_of_others():
     assert sizes == [3]
 
 
-def test_a_sampler_that_fails_ends_all_agents(tokenizer):
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), StopIteration("out of memory"), None])
+def test_a_sampler_that_fails_ends_all_agents(tokenizer, error):
     def sampler(_):
-        raise RuntimeError("out of memory")
+        if error is None:
+            return []
+        raise error
 
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match=r"the sampler failed: .*(out of memory|0 turns for 2 histories)"):
         solve(tokenizer, sampler, openings=2)
 
 
