@@ -57,7 +57,7 @@ def test_python_m_treetrain_is_the_command_line() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_flag_is_named_before_what_is_missing_with_the_nearest_one(treetrain, command) -> None:
-    near = {"train": ("--learning-rat", "--learning_rate"), "page": ("--htm", "--html")}
+    near = {"train": ("--learning-rat", "--learning_rate"), "page": ("--htm", "--html"), "demo": ("--stps", "--steps")}
     flag, meant = near.get(command, ("--jsn", "--json"))
     help_all = "--help-all" if command == "train" else "--help"
     expected = f"unknown option {flag}; did you mean {meant}? treetrain {command} {help_all} lists all options"

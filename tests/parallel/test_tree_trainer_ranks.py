@@ -115,9 +115,9 @@ WAYS = [(case, way) for case in CASES for way in ("ddp", "fsdp", "accelerate")]
 @pytest.mark.parametrize(
     ("case", "way"), [pair if pair in FAST else pytest.param(*pair, marks=pytest.mark.slow) for pair in WAYS]
 )
-def test_two_processes_train_as_one_in_float64(two, case, way) -> None:
+def test_two_processes_train_as_one_in_float64(two, case, way, tmp_path) -> None:
     steps = 3 if (case, way) in FAST else 20
-    found = two.run(run_on_rank, case, way, torch.float64, steps, timeout=180)
+    found = two.run(run_on_rank, case, way, torch.float64, steps, tmp_path / "out", timeout=180)
     check(found, made(case, "alone", torch.float64, steps=steps), TOLERANCE[torch.float64])
 
 
@@ -131,10 +131,10 @@ def test_a_model_trained_in_shards_or_copies_is_saved_as_one(two, way, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_four_processes_train_as_one(way) -> None:
+def test_four_processes_train_as_one(way, tmp_path) -> None:
     four = Processes(4)
     try:
-        found = four.run(run_on_rank, "grpo", way, torch.float64, 8, size=4, timeout=240)
+        found = four.run(run_on_rank, "grpo", way, torch.float64, 8, tmp_path / "out", size=4, timeout=240)
     finally:
         four.stop()
     check([found[0], found[3]], made("grpo", "alone", torch.float64, steps=8), TOLERANCE[torch.float64])

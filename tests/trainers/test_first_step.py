@@ -103,7 +103,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
 
     def spoiled(self: Scored, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        model = self._scoring.engine.model
+        model = self._scoring.call.model
         for parameter_name, parameter in model.named_parameters():
             if name in parameter_name and parameter.grad is not None:
                 change(parameter.grad)

@@ -4,13 +4,10 @@ import json
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import treetrain
 from treetrain.models.loading import PRESETS
-
-if TYPE_CHECKING:
-    from treetrain.trainers.tree_trainer import TreeTrainer
 
 CARD = "README.md"
 SETTINGS = (
@@ -23,7 +20,7 @@ LAST = ("loss", "nll", "reward", "approx_kl", "accuracy", "eval_loss", "eval_nll
 SHARED = " Prefixes that rows share were computed once; loss and gradients are those of each row alone."
 
 
-def write_card(trainer: "TreeTrainer", folder: Path) -> bool:
+def write_card(trainer: Any, folder: Path) -> bool:
     """Write the card into the folder; False if a README.md is there already, which stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -34,7 +31,7 @@ def write_card(trainer: "TreeTrainer", folder: Path) -> bool:
     return True
 
 
-def card_of(trainer: "TreeTrainer") -> str:
+def card_of(trainer: Any) -> str:
     """The card as Markdown, with metadata of the hub in front. PEFT adds its own to that of an adapter."""
     args, state = trainer.args, trainer.state
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -67,7 +64,7 @@ def card_of(trainer: "TreeTrainer") -> str:
     )
 
 
-def _loss(trainer: "TreeTrainer") -> str:
+def _loss(trainer: Any) -> str:
     """The name that the arguments give, or the class of a loss that was passed."""
     named = type(trainer.loss).__module__.startswith("treetrain.")
     return trainer.args.loss if named else type(trainer.loss).__qualname__
