@@ -57,7 +57,7 @@ SIGNATURES = {
     "Trajectory": (
         "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, rollout_logprobs=None, "
         "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, "
-        "key=None, episode=None, experts=None, images=None, image_token=None)"
+        "key=None, episode=None, experts=None, sampling_mask=None, teacher_topk=None, images=None, image_token=None)"
     ),
     "from_messages": (
         "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
@@ -87,7 +87,7 @@ METHODS = {
     "Packed.forward_backward": "(self, loss_of, budget=None)",
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
     "TreeEngine.score": (
-        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, images=None)"
+        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, ids=None, images=None)"
     ),
     "Scored.backward": "(self, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",
@@ -112,6 +112,7 @@ METHODS = {
     "losses.gspo": f"(*, clip_low=0.0003, clip_high=0.0004, on_policy=False, {PENALTIES})",
     "losses.dpo": "(*, beta=0.1)",
     "losses.distill": "(*, reduction='token', estimator='k3')",
+    "losses.distill_topk": "(*, reduction='token', divergence='forward')",
     "losses.value": "(*, reduction='token', clip=0.2)",
 }
 OTHERS = {

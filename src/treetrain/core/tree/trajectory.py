@@ -2,19 +2,18 @@
 
 import dataclasses
 import math
-from array import array as builtin_array
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
 from jaxtyping import Float64, Int16, Int32, Shaped
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from treetrain.core.errors import DataError, quoted, shortened
 from treetrain.core.tree.images import Image, checked_images
+from treetrain.core.tree.token_ids import IdSets, checked_ids
 
 PerToken = Float64[np.ndarray, " L"]
-MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PER_TOKEN_FACTS = (
     "loss_weights",
     "advantages",
@@ -59,13 +58,19 @@ class Trajectory:
         experts: the experts that each token was routed to during sampling, integers [L, layers, k] (the MoE layers, or
             all layers). They replace the router's choice, unless all k of a token and layer are -1. Equal tokens
             with different experts are not merged.
+        sampling_mask: the ids that the sampler kept (top-p, top-k) for each token, the token's own among them: L lists,
+            None where there is none, or an array [L, k] filled up with -1. Log-probabilities and entropies of such a
+            token are those of the distribution over these ids.
+        teacher_topk: a pair: ids for each token, such as the k that a teacher finds most likely, in the form of
+            `sampling_mask`, and their log-probabilities under the teacher, in nats, in the same form.
         images: the row's images as a processor makes them, such as ``{"pixel_values": ..., "image_grid_thw": ...}``.
             Their tokens, and those after them, are merged only with those of equal images.
         image_token: the token id that stands for images in `ids` (``model.config.image_token_id``): one run of it for
             each image, or of several tiles, or divided into lines, as the model's processor makes them.
 
     Raises:
-        DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
+        DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers, an empty set, a
+            sampling mask without the token itself, log-probabilities of a teacher above 0.
     """
 
     ids: Int32[np.ndarray, " L"]
@@ -85,6 +90,8 @@ class Trajectory:
     key: Hashable
     episode: Hashable
     experts: Int16[np.ndarray, "L layers k"] | None
+    sampling_mask: IdSets | None
+    teacher_topk: IdSets | None
     images: tuple[Image, ...]
     image_token: int | None
 
@@ -108,6 +115,8 @@ class Trajectory:
         key: Hashable = None,
         episode: Hashable = None,
         experts: ArrayLike | None = None,
+        sampling_mask: object = None,
+        teacher_topk: object = None,
         images: Mapping[str, object] | Sequence[Image] | None = None,
         image_token: int | None = None,
     ) -> None:
@@ -140,6 +149,14 @@ class Trajectory:
             facts["reward"] = None if reward is None else _reward(reward)
             facts["chosen"] = None if chosen is None else _chosen(chosen)
             facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
+            for name, sets in (("sampling_mask", sampling_mask), ("teacher_topk", teacher_topk)):
+                facts[name] = None if sets is None else IdSets.of(sets, name, token_ids.size)
+            if isinstance(kept := facts["sampling_mask"], IdSets):
+                facts["sampling_mask"] = kept.beginning_with(token_ids, "sampling_mask")
+            if isinstance(topk := facts["teacher_topk"], IdSets) and topk.logprobs is None:
+                raise DataError(
+                    "teacher_topk has no log-probabilities; give a pair: ids, and as many log-probabilities"
+                )
             facts["images"] = () if images is None else checked_images(images, image_token, token_ids)
             facts["image_token"] = image_token
         except DataError as error:
@@ -164,7 +181,7 @@ class Trajectory:
     def __repr__(self) -> str:
         given = [f"{len(self)} tokens"]
         given += [name for name in PER_TOKEN_FACTS if getattr(self, name) is not None]
-        given += ["experts"] if self.experts is not None else []
+        given += [name for name in ("experts", "sampling_mask", "teacher_topk") if getattr(self, name) is not None]
         given += [f"{len(self.images)} image{'s'[: len(self.images) > 1]}"] if self.images else []
         scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
         given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
@@ -202,44 +219,6 @@ def per_token(value: object, name: str, length: int, *, nulls: bool = False) -> 
         at = int(finite.argmin())
         raise DataError(f"{name}[{at}] is {array[at]:g}; give a finite number")
     return array
-
-
-def checked_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
-    """Token ids as an array of their own. Raises DataError for anything else than a flat list of whole numbers."""
-    if isinstance(ids, list):
-        try:
-            array = np.frombuffer(builtin_array("i", ids), np.int32)  # three times as fast as numpy
-        except (TypeError, OverflowError):
-            pass
-        else:
-            if array.min(initial=2) > 1:  # else there may be a negative number, true or false
-                return array
-    try:
-        array = np.asarray(ids)
-    except ValueError as error:
-        raise DataError(f"ids are no flat list ({shortened(error)}); give one list of numbers per row") from error
-    if array.ndim != 1:
-        raise DataError(f"ids have shape {array.shape}, expected [L]; give one trajectory per row")
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.dtype.kind not in "iu":
-        given = ids if isinstance(ids, list | tuple) else array.tolist()
-        wrong = next((each for each in given if not isinstance(each, int | np.integer) or isinstance(each, bool)), None)
-        if wrong is None:  # more than 64 bits
-            raise DataError(f"ids hold {quoted(max(map(str, given), key=len))}; token ids are 0 to {MAX_TOKEN_ID}")
-        raise DataError(f"ids hold {quoted(wrong)}, a {type(wrong).__name__}; token ids are whole numbers")
-    if array.min() < 0 or (array.dtype != np.int32 and array.max() > MAX_TOKEN_ID):
-        at = int(((array < 0) | (array > MAX_TOKEN_ID)).argmax())
-        what = "negative" if array[at] < 0 else f"above {MAX_TOKEN_ID}"
-        raise DataError(f"ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
-    if isinstance(ids, list | tuple) and (at := first_bool(ids, array)) is not None:
-        raise DataError(f"ids[{at}] is {ids[at]}, expected a whole number")
-    return np.array(array, np.int32, order="C")
-
-
-def first_bool(values: Sequence[object], numbers: NDArray[np.number]) -> int | None:
-    """The place of the first True or False among values that numpy has read as these numbers, 1 and 0."""
-    return next((at for at in np.flatnonzero(numbers < 2).tolist() if isinstance(values[at], bool | np.bool_)), None)
 
 
 def expert_array(experts: ArrayLike) -> Shaped[np.ndarray, "L layers k"]:

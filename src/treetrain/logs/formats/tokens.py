@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import Trajectory, checked_ids, expert_array, per_token
+from treetrain.core.tree.token_ids import checked_ids
+from treetrain.core.tree.trajectory import Trajectory, expert_array, per_token
 from treetrain.logs.messages import IMAGE_PARTS
 from treetrain.logs.records import (
     ROW_KEYS,
