@@ -32,7 +32,7 @@ SIGNATURES = {
     "share_prefixes": "(trainer, budget=None, *, check=True)",
     "SharePrefixesMixin": "(*args, budget=None, check=True, **kwargs)",
     "to_packed": "(rows, position_ids, fill=0.0)",
-    "token_logprobs": "(model, inputs, *, temperature=1.0, return_entropy=False)",
+    "token_logprobs": "(model, inputs, *, temperature=1.0, return_entropy=False, ids=None)",
     "group_batches": "(trainer, key='input_ids')",
     "PrefixGroupSampler": "(dataset, batch_size, *, key='input_ids', accumulation=1, processes=1, seed=0)",
     "group_advantages": ("(trajectories, *, divide_by_std=True, eps=0.0001, leave_one_out=False)"),
@@ -87,7 +87,8 @@ METHODS = {
     "Packed.forward_backward": "(self, loss_of, budget=None)",
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
     "TreeEngine.score": (
-        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, ids=None, images=None)"
+        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, ids=None, "
+        "images=None)"
     ),
     "Scored.backward": "(self, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",
