@@ -218,3 +218,74 @@ def test_a_step_has_the_gradients_of_rows_alone(model, shape, keep, name):
     result = planned(shape, keep)(model, temperature=TEMPERATURE).forward_backward(rows, loss)
     assert abs(result.loss - float(expected)) <= 1e-12 * max(1, abs(float(expected)))
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+def test_ids_outside_the_vocabulary_and_wrong_lists_are_refused_by_row_and_position(model):
+    engine = tt.TreeEngine(model)
+    rows = [[1, 2, 3], [1, 2, 4, 5]]
+    for ids, message in (
+        ([None], r"ids has 1 rows, the batch 2"),
+        ([None, [[1], None]], r"ids\[1\] has 2 entries for 3 tokens"),
+        ([None, [[1], [2, 2], None]], r"ids\[1\]\[1\] has the id 2 twice"),
+        ([None, [[1], [VOCAB], None]], rf"trajectory number 1 \(from 0\): id {VOCAB}, asked at position 2, is outside"),
+    ):
+        with pytest.raises(tt.DataError, match=message):
+            engine.score(rows, ids=ids)
+    outside = tt.Trajectory([1, 2, 3], id="last", sampling_mask=[None, None, [3, VOCAB + 3]])
+    with pytest.raises(tt.DataError, match=f"trajectory 'last': id {VOCAB + 3}, kept at position 2, is outside"):
+        engine.forward_backward([tt.Trajectory([1, 2]), outside], tt.losses.sft())
+    with pytest.raises(tt.DataError, match="the rows have sampling masks, which"):
+        tt.pack([tt.Trajectory([1, 2, 3], sampling_mask=[None, [2], None])])
+
+
+def test_a_teacher_without_ids_at_a_trained_token_or_with_too_much_mass_is_refused(model):
+    engine, loss = tt.TreeEngine(model), tt.losses.distill_topk()
+    row = tt.Trajectory([1, 2, 3], id="a", teacher_topk=([None, [4], None], [None, [-1], None]))
+    with pytest.raises(
+        tt.DataError, match=r"trajectory 'a': teacher_topk\[2\] has no ids, but token 3 there is trained"
+    ):
+        engine.forward_backward([row], loss)
+    engine.forward_backward([row.replace(loss_weights=[0, 1, 0])], loss)
+    row = tt.Trajectory([1, 2], id="b", teacher_topk=([None, [4, 5]], [None, [-0.1, -0.2]]))
+    with pytest.raises(tt.DataError, match=r"trajectory 'b': the probabilities of teacher_topk\[1\] sum to 1.72357"):
+        engine.forward_backward([row], loss)
+    with pytest.raises(tt.DataError, match="has no teacher_topk, which the loss needs"):
+        engine.forward_backward([tt.Trajectory([1, 2])], loss)
+
+
+class Asking:
+    """A loss of a user's own that cannot be given scores at ids."""
+
+    needs = ("logprobs", "id_logprobs")
+
+    def __call__(self, logprobs, entropies, row):
+        return logprobs.sum(), {}
+
+
+def test_a_loss_of_ones_own_is_told_where_scores_at_ids_are(model):
+    with pytest.raises(TypeError, match=r"Asking needs id_logprobs: take TreeEngine.score\(rows, ids=...\)"):
+        tt.TreeEngine(model).forward_backward([[1, 2]], Asking(), 1.0)
+
+
+def test_a_token_that_is_all_but_certain_keeps_its_digits():
+    model = make_model("qwen3", dtype=torch.float64)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60)
+        logits = model(input_ids=torch.tensor([[1, 2]])).logits[0, -1]
+    sure = int(logits.argmax())
+    others = [x for x in range(VOCAB) if x not in (sure, int(logits.topk(2).indices[1]))]
+    row = tt.Trajectory([1, 2, sure], sampling_mask=[None, None, [sure, *others]])
+    expected = -float((logits[others] - logits[sure]).exp().sum().log1p())
+    (found,) = tt.TreeEngine(model).logprobs([row])
+    assert -1e-5 < expected < 0 and abs(float(found[1]) - expected) <= 1e-13 * abs(expected)
+
+
+def test_predictions_that_a_mask_leaves_out_have_zeros_at_their_ids(model):
+    rows, ids = [[1, 2, 3, 4], [1, 2, 5]], [[[7, 8], None, [9]], np.array([[3, 4], [-1, 6]])]
+    whole = tt.TreeEngine(model).score(rows, ids=ids).id_logprobs
+    some = tt.TreeEngine(model).score(rows, ids=ids, mask=[[1, 1, 0], [0, 1]])
+    assert [len(row) for row in whole] == [3, 3]
+    assert torch.allclose(some.id_logprobs[0], whole[0] * torch.tensor([1, 1, 0]))
+    assert torch.allclose(some.id_logprobs[1], whole[1] * torch.tensor([0, 0, 1]))
+    some.id_logprobs[0].sum().backward()
+    some.backward()
