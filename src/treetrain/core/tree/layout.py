@@ -130,7 +130,7 @@ def pack(tree: TokenTree, predicted: Bool[np.ndarray, " N"] | None = None, *, tr
 def _pairs(tree: TokenTree, sets: IdSets, places: Int64s) -> Int64s:
     """One number for each id at some places of the paths: that of the row that predicts there, and the id."""
     index = tree.paths()[1][places]
-    return np.repeat(tree.parent[index], sets.counts[places]) << 32 | sets.ids[sets.entries(places)]
+    return np.repeat(np.maximum(tree.parent[index] - 1, 0), sets.counts[places]) << 32 | sets.ids[sets.entries(places)]
 
 
 def set_reads(tree: TokenTree, layout: PackedLayout, sets: IdSets, places: Int64s) -> Int64s:
