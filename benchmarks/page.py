@@ -145,7 +145,7 @@ RIVALS = Section(
         "times as fast as rows": between("speedup"),
         "FLOPs allow a tree": "ideal",
         "memory, MB": "peak_mb",
-        "error": "gradient_error",
+        "error": lambda row: f"{float(row['gradient_error']):.1e}",
         "rounds": rounds,
     },
 )
