@@ -190,9 +190,11 @@ def _run_training(connection: Connection, execution: str, output: Path, steps: i
             def on_step_begin(self, *_: object, **__: object) -> None:
                 connection.recv()
 
-            def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
+            def on_log(self, _: object, state: Any, __: object, logs: dict[str, float], **___: object) -> None:
                 if "loss" in logs:
                     connection.send(logs)
+                    if state.global_step == steps:  # what follows would slow the last step of the other
+                        connection.recv()
 
         logging.disable_progress_bar()
         model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
@@ -230,6 +232,8 @@ def _train(trainings: Mapping[str, Training], steps: int, out: "Console") -> Non
                 *(f"{one:9.2f}" for one in seconds),
                 f"{seconds[1] / seconds[0]:8.1f}x",
             )
+    for training in trainings.values():
+        training.connection.send("both are done")
 
 
 # ---- What the model writes
