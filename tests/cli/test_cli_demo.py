@@ -79,6 +79,8 @@ def test_the_demo_runs_in_an_empty_folder_and_both_trainings_agree(tmp_path) -> 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exact: gradients differ" in done.stdout and "they lie on each other" in done.stdout
-    assert done.stdout.count("\n  before ") == done.stdout.count("\n  after ") == 2 and len(done.stdout.splitlines()) < 30
+    assert (
+        done.stdout.count("\n  before ") == done.stdout.count("\n  after ") == 2 and len(done.stdout.splitlines()) < 30
+    )
     made = sorted(path.name for path in (tmp_path / "treetrain-demo").iterdir())
     assert made == [demo.GAMES, "linear", "run.html", "tree"]
