@@ -32,8 +32,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
 
     import rivals
     import treetrain as tt
-    from treetrain.check.bench import budget_share
-    from treetrain.core.planning.plan import heights
+    from treetrain.check.bench import budget_share, heights
 
     class Bounded(rivals.Ours):
         """The tree under a budget."""

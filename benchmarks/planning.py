@@ -15,8 +15,8 @@ import numpy as np
 
 import rows as result_rows
 from tree_build import rollouts
+from treetrain.check.bench import heights
 from treetrain.core.planning.cost import CostModel
-from treetrain.core.planning.plan import heights
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import build_tree
 from treetrain.shapes import ModelShape, make_plan

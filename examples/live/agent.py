@@ -93,7 +93,7 @@ class Agents:
     async def solve(self, question: str, branches: int) -> list[Episode]:
         """Work on a problem up to the first result once, and from there in several branches."""
         agent = self._begin(PLAN, question)
-        asked = _asked(first := await self._write(agent))
+        asked = _within("ask", first := await self._write(agent))
         if asked is None:
             return [Episode([agent], first)]
         result, helper = await self._help(asked)
@@ -107,7 +107,7 @@ class Agents:
         histories = [helper, dropped, agent]
         reply = await self._write(agent)
         for _ in range(ASKS):
-            if (asked := _asked(reply)) is None:
+            if (asked := _within("ask", reply)) is None:
                 break
             result, helper = await self._help(asked)
             histories.append(helper)
@@ -119,7 +119,7 @@ class Agents:
         """The sub-agent's reply, and its history."""
         helper = self._begin(HELP, asked)
         reply = await self._write(helper)
-        if (called := _called(reply)) is not None:
+        if (called := _within("tool_call", reply)) is not None:
             self._tell(helper, ("tool", calculate(called)))
             reply = await self._write(helper)
         return reply, helper
@@ -143,13 +143,9 @@ class Agents:
         return self.tokenizer.decode(turn.ids, skip_special_tokens=True) if ended else ""
 
 
-def _asked(reply: str) -> str | None:
-    match = re.search(r"<ask>(.*?)</ask>", reply, re.DOTALL)
-    return None if match is None else match[1]
-
-
-def _called(reply: str) -> str | None:
-    match = re.search(r"<tool_call>(.*?)</tool_call>", reply, re.DOTALL)
+def _within(tag: str, reply: str) -> str | None:
+    """The text between the first pair of tags; None if there is none."""
+    match = re.search(f"<{tag}>(.*?)</{tag}>", reply, re.DOTALL)
     return None if match is None else match[1]
 
 

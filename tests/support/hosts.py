@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 NAMES, ADDRESSES = ("node1", "node2"), ("10.213.7.1", "10.213.7.2")
 """Each pair of namespaces has a network of its own, so these may be the same for all."""
@@ -44,41 +45,31 @@ class Host:
         self.number, self.address, self.said = number, ADDRESSES[number], said
         self.name, self.device = f"tt{os.getpid()}h{number}", f"tt{os.getpid() % 10**6}v{number}"
         self.names = Path("/etc/netns", self.name)
-        self.agent: subprocess.Popen[bytes] | None = None
+        self.agent: subprocess.Popen[Any] | None = None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Run a command on this host, without waiting for its end."""
         with self.said.open("ab") as file:
             self.agent = subprocess.Popen(
-                self._within(command),
-                env=self._environment(environment),
-                cwd=ROOT,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
+                **self._call(command, environment), stdout=file, stderr=file, start_new_session=True
             )
 
     def run(self, *command: str, **environment: str) -> str:
         """Run a command to its end. Returns its output. Raises AssertionError if it fails."""
-        done = subprocess.run(
-            self._within(command),
-            env=self._environment(environment),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(**self._call(command, environment), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _within(self, command: Sequence[str]) -> list[str]:
+    def _call(self, command: Sequence[str], more: Mapping[str, str] | None) -> dict[str, Any]:
+        """Arguments of `subprocess` for a command on this host."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname "$0"; {CGROUPS}; exec "$@"', NAMES[self.number]]
-        return ["ip", "netns", "exec", self.name, *named, *command]
-
-    def _environment(self, more: Mapping[str, str] | None) -> dict[str, str]:
         path = os.pathsep.join(str(ROOT / part) for part in ("src", "tests", "tests/trainers", "."))
         given = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return os.environ | given | dict(more or {})
+        return {
+            "args": ["ip", "netns", "exec", self.name, *named, *command],
+            "env": os.environ | given | dict(more or {}),
+            "cwd": ROOT,
+        }
 
     @property
     def pids(self) -> list[int]:

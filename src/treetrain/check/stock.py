@@ -1,4 +1,4 @@
-"""What comes with the packages that a model is made of, and what a user has added."""
+"""Tells what comes with the packages that a model is made of from what a user has added."""
 
 STOCK = ("transformers", "torch", "peft", "treetrain", "bitsandbytes", "torchao", "accelerate", "deepspeed", "trl")
 """Packages whose modules and attention are not a user's own."""

@@ -269,7 +269,6 @@ def _print_texts(before: dict[str, str], after: dict[str, str], out: "Console") 
 
 def _compare(output: Path, out: "Console") -> bool:
     """Print how far the curves are apart, the speed-up and the memory, and write the page; whether they agree."""
-
     from treetrain.trainers.run_page import compare_runs, finite, read_run, si, write_page
 
     runs = [read_run(output / execution) for execution in EXECUTIONS]

@@ -320,12 +320,18 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return facts
 
     def _compare_facts(self) -> dict[str, Json]:
-        """The facts of this run, which all ranks and a resumed checkpoint must have. Raises ValueError on all ranks."""
-        each = self._together(lambda: json.loads(json.dumps(self.run_facts())))
-        facts, versions = each[0], self._together(lambda: versions_of(self))
+        """The facts of this run, which all ranks and a resumed checkpoint must have.
+
+        Raises:
+            RanksDisagree: the ranks differ.
+            ValueError: on all ranks; the checkpoint differs.
+        """
+        of_ranks = self._together(lambda: (versions_of(self), json.loads(json.dumps(self.run_facts()))))
+        _, facts = of_ranks[0]
         with self._ranks.together("the start of the run"):
-            for name in [*versions[0], *facts]:
-                values = [one.get(name) for one in (versions if name in versions[0] else each)]
+            compared = [versions | facts_there for versions, facts_there in of_ranks]
+            for name in compared[0]:
+                values = [one.get(name) for one in compared]
                 if not (name in MAY_BE_UNKNOWN and None in values):
                     check_same(name, values, "be started with the same settings, model and rows")
 

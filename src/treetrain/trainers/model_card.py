@@ -42,7 +42,7 @@ def card_of(trainer: Any) -> str:
     metadata += [f"library_name: {'peft' if adapters else 'transformers'}", "tags: [treetrain]"]
     what = "An adapter of" if adapters else "A model trained from"
     options = f" with `{json.dumps(args.loss_kwargs)}`" if args.loss_kwargs else ""
-    rows = len(trainer.train_dataset) if trainer.train_dataset is not None else 0  # type: ignore[arg-type]
+    rows = len(trainer.train_dataset) if trainer.train_dataset is not None else 0
     files = ", ".join(f"`{Path(name).name}`" for name in trainer.trained_on) or "rows in memory"
     facts = {"data": f"{files} ({rows:,} rows)", "loss": f"`{_loss(trainer)}`{options}"}
     facts["steps"] = f"{state.global_step:,} ({state.epoch or 0:.3g} passes over the data)"

@@ -139,7 +139,7 @@ class TreeEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do, as it was checked last."""
+        """The capabilities of the model, as they were checked last."""
         return self.prepared.capabilities
 
     @property

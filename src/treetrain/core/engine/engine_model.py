@@ -385,7 +385,7 @@ class Call:
 
     def __init__(self, prepared: EngineModel, capabilities: Capabilities):
         self.prepared, self.capabilities = prepared, capabilities
-        self.model, self.value_head, self.device = prepared.model, prepared.value_head, prepared.device
+        self.model, self.device = prepared.model, prepared.device
         self.sharing, self.registry = prepared.sharing, prepared.registry
         self.budget, self.temperature, self.wide_dtype = prepared.budget, prepared.temperature, prepared.wide_dtype
         self.free = None if isinstance(self.budget, Bytes) else prepared.free_bytes()
