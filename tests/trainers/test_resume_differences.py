@@ -11,6 +11,7 @@ import torch
 from safe_runs import SafeTrainer, StopAt, make_trainer, make_tree_trainer, rows, tiny_model
 from transformers import Qwen3ForCausalLM
 
+from treetrain.core.errors import RanksDisagree
 from treetrain.trainers import checkpoint_files, run_facts
 from treetrain.trainers.checkpoints import TornCheckpoint
 
@@ -293,3 +294,32 @@ def test_what_is_no_checkpoint_is_one_line_when_it_is_named(kind: str, tmp_path)
         path.mkdir()
     with pytest.raises(TornCheckpoint, match=r"checkpoint-9: manifest\.json is missing or altered"):
         make_trainer(tmp_path / "new").train(resume_from_checkpoint=str(path))
+
+
+@pytest.mark.parametrize(
+    ("of_versions", "of_facts", "said"),
+    [
+        ({"transformers": "5.0.0"}, {}, r"the ranks differ in transformers: rank 0 has '5.*', rank 1 '5.0.0'"),
+        ({}, {"learning_rate": 0.5}, r"the ranks differ in learning_rate: rank 0 has .*, rank 1 0.5"),
+        ({}, {"data": "other rows"}, "the ranks differ in data"),
+        ({}, {"data": None}, None),  # streamed rows are not known
+    ],
+)
+def test_ranks_that_begin_with_something_else_are_named(tmp_path, of_versions, of_facts, said) -> None:
+    trainer = make_trainer(tmp_path / "out")
+    trainer._resumed = None
+    alone = trainer._together
+
+    def with_another(work: Any) -> list[Any]:
+        (found,) = alone(work)
+        if not isinstance(found, tuple):
+            return [found]
+        versions, facts = found
+        return [found, (versions | of_versions, facts | of_facts)]
+
+    trainer._together = with_another
+    if said is None:
+        trainer._compare_facts()
+    else:
+        with pytest.raises(RanksDisagree, match=said):
+            trainer._compare_facts()

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safe_runs import FolderBefore, StopAt, make_trainer, saved_steps
 from transformers import TrainerCallback
 
+from treetrain.trainers import checkpoints
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin
 from treetrain.trainers.run_folder import LOCK, MARK, MARK_TEXT, OWN, FolderRefused, check_contents, check_name, locked
@@ -353,3 +355,31 @@ def test_a_stopped_run_is_resumed_beside_what_is_not_its_own(tmp_path) -> None:
     make_trainer(out, max_steps=4, save_total_limit=1).train(resume_from_checkpoint=True)
     assert before.changes() == [] and [*saved_steps(out)] == [4]
     assert issubclass(type(make_trainer(out)), SafeCheckpointsMixin)
+
+
+# ---- One folder for all ranks
+
+
+class SecondRank:
+    """A rank without a process group, whose first rank has written a lock."""
+
+    def __init__(self, written: bytes) -> None:
+        self.args, self.written = SimpleNamespace(process_index=1), written
+
+    def _together(self, work: Any) -> list[Any]:
+        return [self.written, work()]
+
+
+def test_a_rank_that_sees_another_folder_than_the_first_says_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoints, "SEEN_WITHIN", 0.2)
+    rank: Any = SecondRank(b"process 7 on node1")
+    for content in (None, b"process 9 on node2"):
+        if content is not None:
+            (tmp_path / OWN).mkdir()
+            (tmp_path / OWN / LOCK).write_bytes(content)
+        with pytest.raises(
+            FolderRefused, match=r"is not the folder of the first rank, which wrote 'process 7 on node1'"
+        ):
+            SafeCheckpointsMixin._check_shared(rank, tmp_path)
+    (tmp_path / OWN / LOCK).write_bytes(rank.written)
+    SafeCheckpointsMixin._check_shared(rank, tmp_path)
