@@ -299,7 +299,7 @@ def test_a_dry_run_says_what_the_run_then_does_and_writes_nothing(
     assert treetrain(*argv).code == 0
     flat, unique = (logged(tmp_path / "out", f"tree/{name}_tokens") for name in ("flat", "unique"))
     assert value_of(dry.out, "steps").startswith(f"{len(flat)}, of about {sum(flat):,} tokens in all; a pass has 8,")
-    assert value_of(dry.out, "data").endswith(f", {sum(flat[:8]):,} tokens")
+    assert value_of(dry.out, "data").endswith(f", {sum(flat[:8]) // 2:,} tokens")  # each row twice a pass
     said = value_of(dry.out, "sharing")
     assert said.startswith(f"{sum(flat[:8]):,} tokens in rows, {int(sum(unique[:8])):,} computed, overlap ")
     assert "old_logprobs: by the policy" in value_of(dry.out, "computed first")
