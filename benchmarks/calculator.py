@@ -64,17 +64,17 @@ def test(model: Any, phase: str, arm: str, seed: int, count: int, more: dict[str
 
 def run(name: str, sft_steps: int, steps: int, count: int) -> None:
     """Train a model in its folder, and append its rows; nothing if its rows are there."""
-    from examples.calculator import agent, train
+    from examples.calculator import train
     from transformers.trainer_utils import get_last_checkpoint
 
     phase, arm, seed = [*name.split("-"), "", "0"][:3]
     if result_rows.has(FINAL, phase=phase, arm=arm, seed=seed):
         return print(f"{name}: has its row at this commit")
     if phase == "pretrained":
-        return test(agent.load(), phase, arm, 0, count, {"steps": 0} | dict.fromkeys(SECONDS, ""))
+        return test(train.load_adapters(), phase, arm, 0, count, {"steps": 0} | dict.fromkeys(SECONDS, ""))
     seed, folder, length = int(seed), RUNS / name, sft_steps if phase == "sft" else steps
     start = RUNS / f"sft-shared-{seed}" if phase == "grpo" else None
-    model = agent.load(start, seed=seed)
+    model = train.load_adapters(start, seed=seed)
     options = {"seed": seed, "steps": length, "share": ARMS[arm], "output": str(folder)}
     trainer = train.make_sft(model, **options) if phase == "sft" else train.make_grpo(model, **options, save_steps=2)
     trainer.add_callback(Rows(phase=phase, arm=arm, seed=seed))

@@ -12,21 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from examples.calculator.problems import tool_result
 
 TURNS, TURN_TOKENS = 3, 12
 """Turns of an episode, the answer included, and tokens of a turn, at the most."""
-LORA = LoraConfig(
-    r=16,
-    lora_alpha=32,
-    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    layers_to_transform=list(range(15, 30)),
-    task_type="CAUSAL_LM",
-)
-"""What is trained: adapters of the upper half of the layers. The lower half needs no backward pass."""
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.role == 'assistant' -%}{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}
@@ -60,13 +51,9 @@ def folder(path: str | Path = "runs/smollm2") -> Path:
     return path
 
 
-def load(adapter: str | Path | None = None, *, seed: int = 0) -> Any:
-    """The pretrained model, float32, with the adapters of a folder, or with new ones that change nothing yet."""
-    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)
-    if adapter is not None:
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    torch.manual_seed(seed)
-    return get_peft_model(model, LORA)
+def load(path: str | Path | None = None) -> Any:
+    """The model of a folder, the pretrained one by default, in float32."""
+    return AutoModelForCausalLM.from_pretrained(path or folder(), dtype=torch.float32)
 
 
 def load_tokenizer() -> Any:

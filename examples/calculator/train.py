@@ -10,10 +10,12 @@ the system prompt, the answers to a problem its question too, and the step is co
 import argparse
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -21,8 +23,25 @@ import treetrain as tt
 from examples.calculator.agent import Episode, load, load_tokenizer, play
 from examples.calculator.problems import HELD_OUT, TRAINED, Problem, correct, draw
 
-GROUP, GROUPS = 8, 4
+GROUP, GROUPS = 6, 8
 """Answers to a problem, and problems, of a step of GRPO."""
+LORA = LoraConfig(
+    r=16,
+    lora_alpha=32,
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    layers_to_transform=list(range(15, 30)),
+    task_type="CAUSAL_LM",
+)
+"""What is trained: adapters of the upper half of the layers. The lower half needs no backward pass."""
+
+
+def load_adapters(path: str | Path | None = None, *, seed: int = 0) -> Any:
+    """The pretrained model with the adapters of a folder, or with new ones, which change nothing yet."""
+    if path is not None:
+        return PeftModel.from_pretrained(load(), path, is_trainable=True)
+    model = load()
+    torch.manual_seed(seed)
+    return get_peft_model(model, LORA)
 
 
 def make_sft(model: Any, *, seed: int = 0, steps: int = 12, share: bool = True, output: str = "runs/sft") -> SFTTrainer:
@@ -57,7 +76,7 @@ def make_grpo(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP,
         gradient_accumulation_steps=GROUPS,
-        learning_rate=4e-4,
+        learning_rate=2e-4,
         lr_scheduler_type="constant",
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
@@ -161,7 +180,7 @@ def accuracy(model: Any, problems: Sequence[Problem]) -> tuple[float, list[Episo
 
 def main(seed: int = 0, sft_steps: int = 12, steps: int = 20, share: bool = True, test: int = 64) -> GRPOTrainer:
     """Train and test; returns the trainer of GRPO."""
-    model, problems = load(seed=seed), held_out(test)
+    model, problems = load_adapters(seed=seed), held_out(test)
 
     def show(when: str) -> None:
         right, episodes = accuracy(model, problems)

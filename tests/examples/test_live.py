@@ -4,7 +4,9 @@ import asyncio
 import csv
 import math
 import random
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -250,3 +252,9 @@ def test_the_sampler_gets_the_weights_of_every_round(tokenizer, monkeypatch, tmp
         assert [row["round"] for row in csv.DictReader(file)] == ["0", "1"]
     assert (tmp_path / "runs/live/rounds.png").is_file()
     assert (tmp_path / "runs/live/warm-1-0/config.json").is_file()
+
+
+def test_the_environment_of_make_live_has_all_that_is_imported():
+    """It is made with the extra `train`, which has neither peft nor TRL."""
+    code = "import sys; sys.modules.update(peft=None, trl=None); import examples.live.train"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(train.__file__).parents[2])
