@@ -5,8 +5,8 @@ Run: python benchmarks/calculator.py [RUN ...] [--sft-steps 12] [--steps 20] [--
 SmolLM2-135M-Instruct learns to solve arithmetic and word problems with a calculator over several turns
 (examples/calculator), LoRA, float32, one thread. `tt.share_prefixes` is the one difference between the runs that are
 compared. Both runs of GRPO of a seed start from what SFT with sharing has learned with that seed. Accuracy is of greedy
-decoding on held-out problems, whose stories tell of other things than those that were trained. Seconds of the processor
-are compared, since wall time on a busy machine says little.
+decoding on held-out problems: stories that were trained with numbers that were not, and stories that were not. Seconds
+of the processor are compared, since wall time on a busy machine says little.
 
 A run that was stopped goes on: models and checkpoints are in runs/calculator, and a run with its row of this commit is
 left out. results/calculator.csv has a row for every step, results/calculator_accuracy.csv one for every run,
@@ -41,25 +41,32 @@ RUNS_IN_ORDER = [
     *(f"{phase}-{arm}" for phase in PHASES[1:] for arm in ("shared-0", "shared-1", "shared-2", "alone-0")),
 ]
 SECONDS = ("seconds", "cpu_seconds", "sampling")
-SHOWN = 6
-"""Held-out problems whose texts are kept."""
+SHOWN = 3
+"""Problems of each test whose texts are kept."""
+TESTS = ("other numbers", "other stories")
 
 
 def test(model: Any, phase: str, arm: str, seed: int, count: int, more: dict[str, Any]) -> None:
-    """Test a model; append its row and texts."""
+    """Test a model; append a row for each test, and texts."""
     from examples.calculator import train
 
-    problems = train.held_out(count)
-    accuracy, episodes = train.accuracy(model, problems)
     name = {"phase": phase, "arm": arm, "seed": seed}
-    tokenizer = train.load_tokenizer()
-    with TEXTS.open("a", encoding="utf-8") as file:
-        for problem, episode in list(zip(problems, episodes))[:SHOWN]:
-            said = tokenizer.decode(episode.ids)
-            row = {"commit": result_rows.provenance()["commit"], **name, "question": problem.question, "said": said}
-            file.write(json.dumps(row) + "\n")
-    row = {**name, "problems": count, "accuracy": f"{accuracy:.4f}"}
-    result_rows.report(FINAL, row | more)
+    tokenizer, rows = train.load_tokenizer(), []
+    for which, problems in train.held_out(count).items():
+        accuracy, episodes = train.accuracy(model, problems)
+        rows.append({**name, "test": which, "problems": count, "accuracy": f"{accuracy:.4f}"} | more)
+        with TEXTS.open("a", encoding="utf-8") as file:
+            for problem, episode in list(zip(problems, episodes))[:SHOWN]:
+                said = tokenizer.decode(episode.ids)
+                text = {
+                    "commit": result_rows.provenance()["commit"],
+                    **name,
+                    "question": problem.question,
+                    "said": said,
+                }
+                file.write(json.dumps(text) + "\n")
+    for row in rows:
+        result_rows.report(FINAL, row)
 
 
 def run(name: str, sft_steps: int, steps: int, count: int) -> None:
@@ -121,6 +128,17 @@ def steps_of_grpo() -> dict[tuple[str, str], list[dict[str, str]]]:
     return {run: sorted(rows, key=lambda row: int(row["step"])) for run, rows in sorted(runs.items())}
 
 
+def accuracies() -> dict[tuple[str, str, str, str], float]:
+    """The share of solved problems by (phase, arm, seed, test)."""
+    key = ("phase", "arm", "seed", "test")
+    return {tuple(row[name] for name in key): float(row["accuracy"]) for row in last_rows(FINAL, *key)}
+
+
+def way(seed: str, test: str) -> list[tuple[str, str, str, str]]:
+    """The keys of `accuracies` of a seed with shared prefixes: before, after SFT, after GRPO."""
+    return [("pretrained", "", "0", test), *((phase, "shared", seed, test) for phase in PHASES[1:])]
+
+
 def draw(window: int = 4) -> None:
     """Reward of GRPO by step and by CPU seconds, a running mean, and accuracy before and after."""
     import matplotlib
@@ -141,13 +159,17 @@ def draw(window: int = 4) -> None:
     by_seconds.set(xlabel="CPU seconds, sampling included", ylim=(0, 1))
     by_step.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     by_step.legend(frameon=False, fontsize=8, loc="upper left")
-    for row in last_rows(FINAL, "phase", "arm", "seed"):
-        at = PHASES.index(row["phase"]) + {"alone": 0.0, "shared": 0.04 * (int(row["seed"]) - 1)}.get(row["arm"], 0.0)
-        marker, size = ("o", 10) if row["arm"] == "alone" else ("x", 7)
-        color = "black" if row["phase"] == PHASES[0] else f"C{row['seed']}"
-        after.plot(at, 100 * float(row["accuracy"]), marker, color=color, markersize=size, fillstyle="none")
-    after.set(xticks=range(3), xticklabels=["pretrained", "after SFT", "after GRPO"], xlim=(-0.4, 2.4), ylim=(-3, 100))
+    found = accuracies()
+    for test, line in zip(TESTS, ("-o", "--^")):
+        for seed in sorted({seed for _, arm, seed, _ in found if arm == "shared"}):
+            solved = [found.get(key) for key in way(seed, test)]
+            label = test if seed == "0" else None
+            after.plot(
+                [100 * value if value is not None else None for value in solved], line, color=f"C{seed}", label=label
+            )
+    after.set(xticks=range(3), xticklabels=["pretrained", "after SFT", "after GRPO"], xlim=(-0.2, 2.2), ylim=(-3, 100))
     after.set_ylabel("held-out problems solved, %")
+    after.legend(frameon=False, fontsize=8, loc="upper left")
     for axes in (by_step, by_seconds, after):
         axes.grid(alpha=0.25)
     figure.savefig(PICTURE, dpi=110)
@@ -159,24 +181,24 @@ def draw(window: int = 4) -> None:
 
 def tables(window: int = 4) -> str:
     """What every seed learned, what a step cost with and without sharing, and texts of one seed."""
-    finals = {(row["phase"], row["arm"], row["seed"]): row for row in last_rows(FINAL, "phase", "arm", "seed")}
-    start, runs = finals["pretrained", "", "0"], steps_of_grpo()
+    found, runs = accuracies(), steps_of_grpo()
+    finals = last_rows(FINAL, "phase", "arm", "seed", "test")
     head = [
         "seed",
-        "held-out, pretrained",
+        "held-out",
+        "pretrained",
         "after SFT",
         "after GRPO",
         f"reward, first {window} steps",
         f"last {window}",
     ]
-    head = head if runs else head[:3]
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    for seed in sorted({seed for _, arm, seed in finals if arm == "shared"}):
-        solved = [start, *(finals.get((phase, "shared", seed)) for phase in PHASES[1:])]
-        cells = ["" if row is None else f"{float(row['accuracy']):.0%}" for row in solved]
+    for seed in sorted({seed for _, arm, seed, _ in found if arm == "shared"}):
         rewards = [float(row["reward"]) for row in runs.get((seed, "shared"), [])]
-        cells += [f"{statistics.fmean(part):.2f}" if part else "" for part in (rewards[:window], rewards[-window:])]
-        lines.append(f"| {' | '.join([seed, *cells][: len(head)])} |")
+        means = [f"{statistics.fmean(part):.2f}" if part else "" for part in (rewards[:window], rewards[-window:])]
+        for test in TESTS:
+            cells = [f"{found[key]:.0%}" if key in found else "" for key in way(seed, test)]
+            lines.append(f"| {' | '.join([seed, test, *cells, *means])} |")
     both = [seed for seed, arm in runs if arm == "alone" and (seed, "shared") in runs]
     if both:
         lines += [
@@ -202,11 +224,11 @@ def tables(window: int = 4) -> str:
             turns = [turn.removeprefix("assistant\n").replace("tool\n", "= ") for turn in said.split("\nassistant\n")]
             texts[row["question"]][row["phase"]] = " ".join("; ".join(turns).split())
     lines += ["", "```text"]
-    for question, said in list(texts.items())[2:5]:  # the first are sums
+    for question, said in texts.items():
         lines.append(question)
         lines += [f"  {phase:10}  {said[phase]}" for phase in PHASES if phase in said]
-    machine = f"{start['machine']}; commits {', '.join(sorted({row['commit'] for row in finals.values()}))}"
-    return "\n".join([*lines, "```", "", f"{start['problems']} held-out problems; {machine}.", ""])
+    machine = f"{finals[0]['machine']}; commits {', '.join(sorted({row['commit'] for row in finals}))}"
+    return "\n".join([*lines, "```", "", f"{finals[0]['problems']} problems of each test; {machine}.", ""])
 
 
 def write_page() -> None:
@@ -222,7 +244,7 @@ if __name__ == "__main__":
     parser.add_argument("runs", nargs="*", help=f"of {', '.join(RUNS_IN_ORDER)}; none means all, and then the picture")
     parser.add_argument("--sft-steps", type=int, default=12)
     parser.add_argument("--steps", type=int, default=20, help="of GRPO")
-    parser.add_argument("--test", type=int, default=64, help="held-out problems")
+    parser.add_argument("--test", type=int, default=60, help="problems of each test")
     parser.add_argument("--picture-only", action="store_true", help="draw the rows that are there")
     options = parser.parse_args()
     if unknown := sorted(set(options.runs) - set(RUNS_IN_ORDER)):

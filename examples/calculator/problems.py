@@ -1,8 +1,8 @@
 """Arithmetic and word problems for an agent with a calculator, and how such an agent works.
 
-A problem takes two or three calculations, and the calculator does one at a time, so an episode has several turns. Word
-problems are drawn from stories; those of the held-out set tell of other things in other words, and their numbers and
-those of the arithmetic are drawn anew, so that no held-out problem was trained on.
+A problem takes two calculations, and the calculator does one at a time, so an episode has several turns. Word problems
+are drawn from stories. Numbers whose sum five divides are kept for tests, so that no held-out problem was trained on;
+`OTHERS` are stories that only tests tell.
 """
 
 import random
@@ -56,11 +56,40 @@ TRAINED: tuple[Story, ...] = (
         "A garden has {a} rows of {b} tulips and {c} roses. How many flowers are in the garden?",
         ("{a} * {b}", "{r} + {c}"),
     ),
+    (
+        "A school has {a} classes with {b} pupils each. {c} pupils are ill today. How many pupils are there today?",
+        ("{a} * {b}", "{r} - {c}"),
+    ),
+    (
+        "Leo reads {a} pages a day for {b} days, and {c} pages on the last day. How many pages has he read?",
+        ("{a} * {b}", "{r} + {c}"),
+    ),
+    (
+        "A cook has {a} white eggs and {b} brown eggs. She uses {c} eggs for a cake. How many eggs are left?",
+        ("{a} + {b}", "{r} - {c}"),
+    ),
+    (
+        "A band sells {a} tickets on Monday and {b} on Friday. A ticket costs {c} euros. How many euros does it earn?",
+        ("{a} + {b}", "{r} * {c}"),
+    ),
+    (
+        "There are {a} cars in a street. {b} drive off, and {c} more arrive. How many cars are in the street?",
+        ("{a} - {b}", "{r} + {c}"),
+    ),
+    (
+        "Nina has {a} photos. She puts {b} more on each of {c} pages. How many photos has she in all?",
+        ("{b} * {c}", "{a} + {r}"),
+    ),
+    (
+        "A club has {a} members. {b} leave it, and then {c} join. How many members does it have?",
+        ("{a} - {b}", "{r} + {c}"),
+    ),
+    (
+        "A shop has {a} red and {b} blue shirts. Each shirt has {c} buttons. How many buttons are on the shirts?",
+        ("{a} + {b}", "{r} * {c}"),
+    ),
 )
-HELD_OUT: tuple[Story, ...] = (
-    ("What is {a} * {b} + {c}?", ("{a} * {b}", "{r} + {c}")),
-    ("What is ({a} + {b}) * {c}?", ("{a} + {b}", "{r} * {c}")),
-    ("What is {a} + {b} - {c}?", ("{a} + {b}", "{r} - {c}")),
+OTHERS: tuple[Story, ...] = (
     (
         "A farmer fills {a} baskets with {b} apples each and sells {c} apples. How many apples does he still have?",
         ("{a} * {b}", "{r} - {c}"),
@@ -106,8 +135,12 @@ class Problem:
         return [*messages, {"role": "assistant", "content": f"Answer: {self.answer}"}]
 
 
-def draw(stories: Sequence[Story], count: int, seed: int) -> list[Problem]:
-    """Problems with numbers of 2 to 20 and results above zero, all stories equally often, in random order."""
+def draw(stories: Sequence[Story], count: int, seed: int, *, held_out: bool = False) -> list[Problem]:
+    """Problems with numbers of 2 to 20 and results above zero, all stories equally often, in random order.
+
+    Args:
+        held_out: draw from the numbers that are kept for tests.
+    """
     rng = random.Random(seed)
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -118,7 +151,7 @@ def draw(stories: Sequence[Story], count: int, seed: int) -> list[Problem]:
         for pattern in calculations:
             done.append(pattern.format(**numbers, r=results[-1] if results else 0))
             results.append(int(calculate(done[-1])))
-        if min(results) > 0:
+        if min(results) > 0 and (sum(numbers.values()) % 5 == 0) == held_out:
             question = text.format(**numbers)
             found[question] = Problem(question, tuple(done), results[-1])
     problems = list(found.values())

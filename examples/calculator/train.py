@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import treetrain as tt
 from examples.calculator.agent import Episode, load, load_tokenizer, play
-from examples.calculator.problems import HELD_OUT, TRAINED, Problem, correct, draw
+from examples.calculator.problems import OTHERS, TRAINED, Problem, correct, draw
 
 GROUP, GROUPS = 6, 8
 """Answers to a problem, and problems, of a step of GRPO."""
@@ -163,9 +163,12 @@ class Seconds(TrainerCallback):
         return {"seconds": time.perf_counter(), "cpu_seconds": time.process_time(), "sampling": self.sampling}
 
 
-def held_out(count: int = 64) -> list[Problem]:
-    """The problems of the test, the same for every model."""
-    return draw(HELD_OUT, count, seed=8)
+def held_out(count: int = 60) -> dict[str, list[Problem]]:
+    """The problems of the tests, the same for every model: numbers that were not trained, stories that were not."""
+    return {
+        "other numbers": draw(TRAINED, count, seed=8, held_out=True),
+        "other stories": draw(OTHERS, count, seed=8, held_out=True),
+    }
 
 
 def accuracy(model: Any, problems: Sequence[Problem]) -> tuple[float, list[Episode]]:
@@ -178,14 +181,15 @@ def accuracy(model: Any, problems: Sequence[Problem]) -> tuple[float, list[Episo
     return sum(right) / len(right), episodes
 
 
-def main(seed: int = 0, sft_steps: int = 12, steps: int = 20, share: bool = True, test: int = 64) -> GRPOTrainer:
+def main(seed: int = 0, sft_steps: int = 12, steps: int = 20, share: bool = True, test: int = 60) -> GRPOTrainer:
     """Train and test; returns the trainer of GRPO."""
     model, problems = load_adapters(seed=seed), held_out(test)
 
     def show(when: str) -> None:
-        right, episodes = accuracy(model, problems)
-        said = load_tokenizer().decode(episodes[0].ids)
-        print(f"\n== {when}: {right:.0%} of {test} held-out problems\n{problems[0].question}\n{said}\n", flush=True)
+        for name, asked in problems.items():
+            right, episodes = accuracy(model, asked)
+            said = load_tokenizer().decode(episodes[0].ids)
+            print(f"\n== {when}, {name}: {right:.0%} of {test} problems\n{asked[0].question}\n{said}\n", flush=True)
 
     show("pretrained")
     make_sft(model, seed=seed, steps=sft_steps, share=share).train()
