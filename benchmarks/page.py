@@ -315,6 +315,21 @@ SECTIONS = (
         },
     ),
     Section(
+        "Checkpoints",
+        "Seconds that a step waits for its checkpoint (30M parameters and AdamW), and with `async_save` until the "
+        "checkpoint is complete.",
+        "checkpoint_waits.csv",
+        ("form",),
+        {
+            "processes": "form",
+            "MB": "megabytes",
+            "waits, s": between("sync_wait"),
+            "with `async_save`": between("async_wait"),
+            "complete after": "async_complete",
+            "rounds": rounds,
+        },
+    ),
+    Section(
         "Context parallel",
         "Two processes of one thread that divide every part, each with half of the tree as its budget, against one "
         "process of two threads with the whole tree or half of it as its budget.",

@@ -118,6 +118,7 @@ def make_trainer(
     dropout: float = 0.1,
     callbacks: tuple = (),
     early: bool = False,
+    async_save: bool = False,
     **settings: Any,
 ) -> Any:
     """A trainer of 12 steps over 2.4 epochs, a checkpoint after every second one, unless told otherwise."""
@@ -145,7 +146,9 @@ def make_trainer(
         assert args.device.type == "cpu"  # asking begins the process group, which sharding needs
         model = shard(model)
     chosen = [Averages(), *callbacks] + ([EarlyStoppingCallback(50)] if early else [])
-    return kind(model=model, args=args, train_dataset=rows(), eval_dataset=eval_rows, callbacks=chosen)
+    trainer = kind(model=model, args=args, train_dataset=rows(), eval_dataset=eval_rows, callbacks=chosen)
+    trainer.async_save = async_save
+    return trainer
 
 
 def make_tree_trainer(

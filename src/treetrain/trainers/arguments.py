@@ -131,6 +131,12 @@ class TreeArguments(TrainingArguments):
             "help": "A step with a NaN or infinite gradient is skipped; stop after so many in a row, with a checkpoint."
         },
     )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Train on while a checkpoint is synced, hashed and named; shards are copied to CPU memory first."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={"help": "A new run may replace what output_dir holds: models, and checkpoints of earlier runs."},

@@ -18,19 +18,22 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as distributed_checkpoint
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as distributed_load
 from torch.distributed.checkpoint.state_dict_saver import save as distributed_save
@@ -42,7 +45,7 @@ from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import RanksDisagree, quoted, shortened
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.logs.records import Json
-from treetrain.parallel.process_group import GroupRanks, check_same
+from treetrain.parallel.process_group import CONTROL_TIMEOUT, GroupRanks, check_same
 from treetrain.trainers import run_folder
 from treetrain.trainers.checkpoint_files import (
     CheckpointNotWritten,
@@ -158,6 +161,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     max_skipped_steps: int = 3
     """The run stops after so many skipped steps in a row, with a checkpoint, so that it can go on behind them."""
+    async_save: bool = False
+    """Whether training goes on while a checkpoint is brought to the disk, hashed and given its name. A step waits until
+    the files are written to the page cache, or for FSDP2's shards, until they are copied to the memory of the CPU. The
+    next checkpoint and the end of the run wait for the rest, and raise its errors. `on_save` of callbacks comes before
+    the folder has its name."""
     overwrite_output_dir: bool = False
     """Whether a new run may replace what is in `output_dir`."""
     accept_changes: bool = False
@@ -174,6 +182,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     _began_at = 0
     _writing = False
     _card: Callable[[], None] | None = None
+    _saving: "Future[None] | None" = None
+    """The rest of a checkpoint, which another thread does."""
+    _saver: ThreadPoolExecutor
     skipped_steps: SkippedSteps
     _facts: "dict[str, Json]"
 
@@ -249,6 +260,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             for callback in (restoring, stopping):
                 self.add_callback(callback)
                 stack.callback(self.remove_callback, callback)
+            self._saver = stack.enter_context(ThreadPoolExecutor(1, "checkpoint"))
+            stack.callback(self.finish_save)
             with _named_misfits(self._resumed, restoring):
                 return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
 
@@ -410,6 +423,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         super().log(logs, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.finish_save()
         self._check_weights("after")
         if self._resumed and self.state.global_step == self._began_at:  # there was nothing left to do
             self._load_rng_state(str(self._resumed))
@@ -423,16 +437,19 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write a checkpoint to a temporary folder, move it to its place when complete, then delete older ones."""
-        state, rank, ranks = self.state, self.args.process_index, self.args.world_size
+        self.finish_save()
+        state, rank = self.state, self.args.process_index
         folder, sharded = Path(super()._get_output_dir(trial)), _is_sharded(self.model)
         place, best = folder / f"checkpoint-{state.global_step}", folder / f"checkpoint-{state.best_global_step}"
         working = folder / WORKING
         temporary = working / place.name
         callbacks = {name: callback.state_dict() for name, callback in self._callbacks().items()}
+        shards: list[Callable[[Any], object]] = []  # that are still to be written
 
         def write() -> None:
             # transformers would look for the best checkpoint beside the temporary folder.
-            with replaced(state, best_global_step=None), replaced(self, _writing=True), self._in_shards(sharded):
+            later = _staged(shards) if self.async_save else nullcontext()
+            with replaced(state, best_global_step=None), replaced(self, _writing=True), self._in_shards(sharded), later:
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best == place or best.is_dir():
                 state.best_model_checkpoint = str(best)
@@ -446,19 +463,74 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                     torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
 
         self._check_weights("after")
-        try:
+        with self._named_failure(place, working):
             self._on_first(lambda: (delete([], working), mark(temporary)))
             if sharded:  # before anything that can fail on one rank alone: this is a collective call
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
             self._together(write)
-            files = {}
-            for hashed in self._together(lambda: hashes(temporary, rank, ranks)):
-                files |= hashed
-            contents = {"step": state.global_step, "ranks": ranks, "step_size": self.step_size(), "facts": self._facts}
-            contents["files"] = files
-            self._on_first(lambda: commit(temporary, folder, contents, overwrites=self.overwrite_output_dir))
+        contents = {"step": state.global_step, "ranks": self.args.world_size, "step_size": self.step_size()}
+        # Before a skipped step the weights may be ruined and finite: the older checkpoints may be the good ones.
+        limit = None if self.skipped_steps.last else self.args.save_total_limit
+        contents, best_one = contents | {"facts": self._facts}, state.best_model_checkpoint
+        if self.async_save:
+            ranks = self._ranks_of_saver
+            self._saving = self._saver.submit(self._complete, ranks, place, working, contents, shards, limit, best_one)
+        else:
+            self._complete(self._ranks, place, working, contents, shards, limit, best_one)
+            self._write_card(folder)
+
+    def _complete(
+        self,
+        ranks: Ranks,
+        place: Path,
+        working: Path,
+        contents: dict[str, Json],
+        shards: list[Callable[[Any], object]],
+        limit: int | None,
+        best: str | None,
+    ) -> None:
+        """Bring the written files of a checkpoint to the disk, give it its name, and delete older ones."""
+        temporary, files = working / place.name, {}
+        with self._named_failure(place, working):
+            for write_shards in shards:
+                write_shards(getattr(ranks, "group", None))
+            with ranks.together("the checkpoint"):
+                for hashed in ranks.exchange(hashes(temporary, self.args.process_index, self.args.world_size)):
+                    files |= hashed
+            with ranks.together("the checkpoint"):
+                if self.args.process_index == 0:
+                    commit(temporary, place.parent, contents | {"files": files}, overwrites=self.overwrite_output_dir)
+        self._last_good = place
+        if self.args.process_index == 0:
+            with suppress(OSError, FolderRefused):  # the new checkpoint is good; a full disk fails at the next one
+                rotate(place.parent, limit, best, working)
+
+    def _write_card(self, folder: Path) -> None:
+        write_card, self._card = self._card, None
+        if write_card is not None and self.args.process_index == 0:
+            with suppress(OSError, FolderRefused):
+                check_links(folder)
+                write_card()
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint of a run with `async_save` is complete; a collective call.
+
+        Raises:
+            CheckpointNotWritten: it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+            self._write_card(Path(self.args.output_dir or "."))
+
+    @contextmanager
+    def _named_failure(self, place: Path, working: Path) -> Iterator[None]:
+        """Turn an error of writing a checkpoint into CheckpointNotWritten, and delete what is written of it."""
+        folder = place.parent
+        try:
+            yield
         except (Exception, CheckpointException) as error:
-            if rank == 0:
+            if self.args.process_index == 0:
                 shutil.rmtree(working, ignore_errors=True)
             room = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there" if folder.is_dir() else "no folder"
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
@@ -467,17 +539,6 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 f"{place} could not be written ({said}; {room}); {good}. Make room or make the folder writable, and "
                 f"go on with {self.how_to_resume}"
             ) from error
-        self._last_good = place
-        write_card, self._card = self._card, None
-        if rank == 0:
-            with suppress(OSError, FolderRefused):  # the new checkpoint is good; a full disk fails at the next one
-                if write_card is not None:
-                    check_links(folder)
-                    write_card()
-            # Before a skipped step the weights may be ruined and finite: the older checkpoints may be the good ones.
-            if not self.skipped_steps.last:
-                with suppress(OSError):
-                    rotate(folder, self.args.save_total_limit, state.best_model_checkpoint, working)
 
     def _get_output_dir(self, trial: object) -> str:
         folder = super()._get_output_dir(trial)
@@ -604,6 +665,13 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def _ranks(self) -> Ranks:
         return GroupRanks(dist.group.WORLD) if self.args.world_size > 1 else Ranks()
 
+    @cached_property
+    def _ranks_of_saver(self) -> Ranks:
+        """All processes, in a group of the thread that saves: its calls must not mix with those of training."""
+        if self.args.world_size == 1:
+            return Ranks()
+        return GroupRanks(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)))
+
     def _callbacks(self) -> "dict[str, Stateful]":
         """Callbacks with `load_state_dict`, by number and class name."""
         stateful = [each for each in self.callback_handler.callbacks if hasattr(each, "load_state_dict")]
@@ -681,6 +749,18 @@ def _filled(old: object, new: object) -> object:
     old.clear()
     old.update(filled)
     return old
+
+
+@contextmanager
+def _staged(shards: list[Callable[[Any], object]]) -> Iterator[None]:
+    """Inside the block, `torch.distributed.checkpoint.save` copies what it is given, and puts the writing off."""
+
+    def copy(state_dict: dict[str, Any], **options: Any) -> None:
+        kept = BlockingAsyncStager().stage(state_dict)
+        shards.append(lambda group: distributed_save(kept, process_group=group, **options))
+
+    with replaced(distributed_checkpoint, save=copy):
+        yield
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -31,7 +31,15 @@ SETTINGS = (
     *("train_sampling_strategy", "max_steps", "num_train_epochs"),
 )
 """Arguments of transformers that change the weights of a run. Those that a subclass adds count too."""
-NOT_SETTINGS = ("execution", "budget", "compile_layers", "overwrite_output_dir", "accept_changes", "max_skipped_steps")
+NOT_SETTINGS = (
+    "execution",
+    "budget",
+    "compile_layers",
+    "overwrite_output_dir",
+    "accept_changes",
+    "max_skipped_steps",
+    "async_save",
+)
 NOT_SETTINGS_PREFIXES = ("vllm_", "log_", "dataset_num_proc")
 """Arguments of subclasses that change no weights, and beginnings of the names of such arguments."""
 NOT_CONFIG = (

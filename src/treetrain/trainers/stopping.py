@@ -25,6 +25,8 @@ class Resumes(Protocol):
     how_to_resume: str
     callback_handler: CallbackHandler
 
+    def finish_save(self) -> None: ...
+
 
 class StopWithCheckpoint(TrainerCallback):
     """Stops all ranks at the same step and times its checkpoint. Added last, so that it sees what others have decided.
@@ -63,6 +65,8 @@ class StopWithCheckpoint(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stop, now that the checkpoint is written."""
         saved, resume = Path(args.output_dir or ".", f"checkpoint-{state.global_step}"), self._trainer.how_to_resume
+        if self._signal or self._stuck:
+            self._trainer.finish_save()
         if self._signal:
             self._trainer.callback_handler.on_train_end(args, state, control)  # trackers close their files
             if args.process_index == 0:

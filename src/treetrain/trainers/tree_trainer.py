@@ -178,6 +178,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         )
         _check_optimizer_options(self)
         self.max_skipped_steps, self.accept_changes = args.max_skipped_steps, args.accept_changes
+        self.async_save = args.async_save
         self.overwrite_output_dir, self.how_to_set = args.overwrite_output_dir, "{}=True in TreeArguments"
         self._engine: TreeEngine | None = None
         self._compared = args.execution != "tree" or is_tested("transformers")
