@@ -181,7 +181,12 @@ def pack(rows: Sequence[Row] | TokenTree, *, mask: Mask | None = None, device: t
     Raises:
         DataError: invalid rows, rows with images, or a mask whose number or lengths of rows do not fit.
     """
-    tree = as_tree(rows, ids_alone=True)
+    tree = as_tree(rows)
+    if "images" in tree.special:
+        raise DataError(
+            "the rows have images, which tt.pack does not hand to a model of your own; give rows of text, or a Hugging "
+            "Face model to tt.TreeEngine"
+        )
     batch = Batch.of(tree, weighted=False, mask=predictions_of(tree, mask))
     return Packed(batch, torch.device(device))
 

@@ -24,7 +24,7 @@ from support.plans import keeping_graphs as choice_of
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import VOCAB, with_random_facts
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]
 Reduces = Literal["each", "last"]

@@ -27,13 +27,13 @@ from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.losses.protocol import Loss, LossProtocol, as_loss, needs_logprobs
 from treetrain.core.planning.make import Bytes
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
-from treetrain.core.tree.trajectory import Trajectory
 from treetrain.engine import TreeEngine, loaded
 from treetrain.kernels.checks import relative_error
 from treetrain.layers.experts.experts import RouterBalance, by_place, route_as_recorded
 from treetrain.layers.experts.routers import experts_of
 from treetrain.layers.finders import check_model
 from treetrain.layers.images.encoders import image_inputs
+from treetrain.layers.trajectory import Trajectory
 from treetrain.losses import sft
 from treetrain.parallel.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 
@@ -134,7 +134,7 @@ def verify(
         raise ValueError(f"tolerance is {tolerance}; give a relative error from 0, such as 1e-5")
     loss = as_loss(sft() if loss is None else loss)
     tree = as_tree(trajectories, merge=True)
-    rows = list(tree.trajectories)
+    rows = [Trajectory.of(row) for row in tree.trajectories]
     dtype: torch.dtype = loaded(model).dtype  # type: ignore[assignment]
     exact = dtype in TOLERANCE
     if not exact and not tensor_parallel_ranks(model).alone:

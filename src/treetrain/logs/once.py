@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import GIVEN, Trajectory
+from treetrain.core.tree.trajectory import GIVEN
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.columns import Int64s, codes_of, sorted_by_prefix
 
 if TYPE_CHECKING:

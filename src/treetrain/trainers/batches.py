@@ -9,9 +9,9 @@ from jaxtyping import Bool, Integer, Shaped
 from torch import Tensor, nn
 
 from treetrain.core.errors import DataError, expect
-from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES, Image, places_of_images, split_images
 from treetrain.core.tree.token_tree import TokenTree, build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.images.image_rows import IMAGE_INPUTS, IMAGE_TYPES, Image, places_of_images, split_images
+from treetrain.layers.trajectory import Trajectory
 
 ModelInputs = dict[str, Any]
 """The keyword arguments of a call of the model's forward: tensors, and options of other types."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.hf.capability import causal_lm
-from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
+from treetrain.layers.images.image_rows import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs
 
 KNOWN_ARGUMENTS = {

@@ -319,8 +319,8 @@ class TreeEngine:
         """Raise DataError for rows that the model cannot read; note what they need besides the parts of a plan."""
         features = call.registry.features
         check_batch(tree, call.capabilities)
-        for name in ("experts", "images"):
-            if getattr(tree, name) is not None and not any(name in feature.takes for feature in features):
+        for name in tree.special:
+            if not any(name in feature.takes for feature in features):
                 raise UnsupportedModel(f"rows have {name}, which this engine does not know; take treetrain.TreeEngine")
         for feature in features:
             feature.check_rows(call, tree)

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import Trajectory, checked_ids, expert_array, per_token
+from treetrain.core.tree.trajectory import checked_ids, per_token
+from treetrain.layers.experts.recorded import expert_array
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.messages import IMAGE_PARTS
 from treetrain.logs.records import (
     ROW_KEYS,
