@@ -43,13 +43,19 @@ class Trajectory(core.Trajectory):
         experts: the experts that each token was routed to during sampling, integers [L, layers, k] (the MoE layers, or
             all layers). They replace the router's choice, unless all k of a token and layer are -1. Equal tokens
             with different experts are not merged.
+        sampling_mask: the ids that the sampler kept (top-p, top-k) for each token, the token's own among them: L lists,
+            None where there is none, or an array [L, k] filled up with -1. Log-probabilities and entropies of such a
+            token are those of the distribution over these ids.
+        teacher_topk: a pair: ids for each token, such as the k that a teacher finds most likely, in the form of
+            `sampling_mask`, and their log-probabilities under the teacher, in nats, in the same form.
         images: the row's images as a processor makes them, such as ``{"pixel_values": ..., "image_grid_thw": ...}``.
             Their tokens, and those after them, are merged only with those of equal images.
         image_token: the token id that stands for images in `ids` (``model.config.image_token_id``): one run of it for
             each image, or of several tiles, or divided into lines, as the model's processor makes them.
 
     Raises:
-        DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
+        DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers, an empty set, a
+            sampling mask without the token itself, log-probabilities of a teacher above 0.
     """
 
     special: ClassVar[tuple[core.SpecialTokens, ...]] = (ImageTokens(), RecordedExperts())
@@ -78,6 +84,8 @@ class Trajectory(core.Trajectory):
         key: Hashable = None,
         episode: Hashable = None,
         experts: ArrayLike | None = None,
+        sampling_mask: object = None,
+        teacher_topk: object = None,
         images: Mapping[str, object] | Sequence[Image] | None = None,
         image_token: int | None = None,
     ) -> None:
@@ -99,6 +107,8 @@ class Trajectory(core.Trajectory):
             id=id,
             key=key,
             episode=episode,
+            sampling_mask=sampling_mask,
+            teacher_topk=teacher_topk,
         )
         try:
             own: dict[str, object] = {

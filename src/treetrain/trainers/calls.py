@@ -38,6 +38,7 @@ class Asks(Enum):
     """A loss of the user's own gets an output, which may still be asked for log-probabilities (`TreeOutput`)."""
     LOGPROBS = "tt.token_logprobs"
     """A tree answers it too."""
+    LOGPROBS_AT_IDS = "tt.token_logprobs with ids"
 
 
 class Call(NamedTuple):

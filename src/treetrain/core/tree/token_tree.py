@@ -7,7 +7,7 @@ rest of the row is one run of tokens, attached where the shared prefix ends. The
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from jaxtyping import Bool, Int32, Int64
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import MAX_TOKEN_ID, Trajectory, first_bool
+from treetrain.core.tree.token_ids import MAX_TOKEN_ID, IdSets, first_bool
+from treetrain.core.tree.trajectory import Trajectory
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -59,6 +60,8 @@ class TokenTree:
     """The K trajectories with their facts, None for a row given as ids only."""
     special: Mapping[str, object] = field(default_factory=dict, repr=False)
     """What its tokens carry besides their ids, by name, such as "images"; see `SpecialTokens`."""
+    asked: Sequence[IdSets | None] | None = field(default=None, repr=False)
+    """For each trajectory, ids whose log-probabilities are wanted beside those of its tokens; None for none."""
 
     def __repr__(self) -> str:
         return (
@@ -91,6 +94,19 @@ class TokenTree:
         """The K trajectories with their facts."""
         ids = self.tokens
         return [Trajectory(ids[self.path(k)]) if row is None else row for k, row in enumerate(self.rows)]
+
+    @cached_property
+    def id_sets(self) -> dict[str, IdSets]:
+        """The ids that are scored beside tokens, over the concatenated trajectories: those `asked` for, and those that
+        samplers kept ("kept")."""
+        kept = [None if row is None else row.sampling_mask for row in self.rows]
+        given = {"kept": None if all(sets is None for sets in kept) else kept, "asked": self.asked}
+        lengths = self.trajectory_length.tolist()
+        return {name: IdSets.joined(sets, lengths) for name, sets in given.items() if sets is not None}
+
+    def rebuilt(self, *, merge: bool, apart: Int64[np.ndarray, " K"] | None = None) -> "TokenTree":
+        """The tree of the same trajectories, merged otherwise; see `build_tree`."""
+        return replace(build_tree(self.trajectories, merge=merge, apart=apart), asked=self.asked)
 
     def path(self, number: int) -> Int64[np.ndarray, " L_k"]:
         """Tree indices of one trajectory, from its first token to its last."""

@@ -2,18 +2,17 @@
 
 import dataclasses
 import math
-from array import array as builtin_array
 from collections.abc import Callable, Hashable, Sequence
 from typing import ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64, Shaped
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from treetrain.core.errors import DataError, quoted, shortened
+from treetrain.core.tree.token_ids import IdSets, checked_ids
 
 PerToken = Float64[np.ndarray, " L"]
-MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PER_TOKEN_FACTS = (
     "loss_weights",
     "advantages",
@@ -68,33 +67,11 @@ class SpecialTokens(Protocol):
 class Trajectory:
     """A row of L token ids with its training data; checked on construction, then immutable.
 
-    This is the row of a dense model for text. `treetrain.Trajectory` adds images and recorded experts.
-
-    Per-token fields have the length of `ids`: entry t belongs to the prediction of `ids[t]`, entry 0 is unused.
-
-    Args:
-        ids: token ids, [L], integers from 0 to 2**31 - 1; with L of 0 or 1 nothing is trained.
-        loss_weights: weight of each token's loss, [L] or one number; None trains every token with weight 1.
-        advantages: [L] or one number for the whole row.
-        old_logprobs: log-probabilities under the policy that sampled the row, [L], in nats.
-        ref_logprobs: log-probabilities under the reference policy, [L], in nats.
-        rollout_logprobs: log-probabilities recorded by the sampler, [L], in nats. They have the inference engine's
-            numerics; `old_logprobs` have the trainer's.
-        teacher_logprobs: log-probabilities under the teacher to distil from, [L], in nats.
-        values: value estimates, [L].
-        returns: returns, [L].
-        reward: one number for the whole row.
-        group: rows whose rewards are compared have equal `group` (answers to one prompt, trials of one task).
-        pair: rows with equal `pair` form a preference pair.
-        chosen: True for the preferred row of its pair, False for the rejected one; without a pair, whether the row is
-            desirable.
-        id: the row's own name, used in messages.
-        key: anything else that changes the forward, e.g. an adapter's name; rows with different keys share no prefix.
-        episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
-            None makes the row an episode by itself.
+    This is the row of a dense model for text. `treetrain.Trajectory`, which users make, says what every field holds and
+    adds images and recorded experts.
 
     Raises:
-        DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
+        DataError: see `treetrain.Trajectory`.
     """
 
     special: ClassVar[tuple[SpecialTokens, ...]] = ()
@@ -116,6 +93,8 @@ class Trajectory:
     id: Hashable
     key: Hashable
     episode: Hashable
+    sampling_mask: IdSets | None
+    teacher_topk: IdSets | None
 
     def __init__(
         self,
@@ -136,6 +115,8 @@ class Trajectory:
         id: Hashable = None,
         key: Hashable = None,
         episode: Hashable = None,
+        sampling_mask: object = None,
+        teacher_topk: object = None,
     ) -> None:
         facts: dict[str, object] = {
             "loss_weights": loss_weights,
@@ -165,6 +146,14 @@ class Trajectory:
             facts.update(names, ids=token_ids)
             facts["reward"] = None if reward is None else _reward(reward)
             facts["chosen"] = None if chosen is None else _chosen(chosen)
+            for name, sets in (("sampling_mask", sampling_mask), ("teacher_topk", teacher_topk)):
+                facts[name] = None if sets is None else IdSets.of(sets, name, token_ids.size)
+            if isinstance(kept := facts["sampling_mask"], IdSets):
+                facts["sampling_mask"] = kept.beginning_with(token_ids, "sampling_mask")
+            if isinstance(topk := facts["teacher_topk"], IdSets) and topk.logprobs is None:
+                raise DataError(
+                    "teacher_topk has no log-probabilities; give a pair: ids, and as many log-probabilities"
+                )
         except DataError as error:
             raise of_row(id, error) from error
         for name, value in facts.items():
@@ -195,6 +184,7 @@ class Trajectory:
     def __repr__(self) -> str:
         given = [f"{len(self)} tokens"]
         given += [name for name in PER_TOKEN_FACTS if getattr(self, name) is not None]
+        given += [name for name in ("sampling_mask", "teacher_topk") if getattr(self, name) is not None]
         given += self._specials()
         scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
         given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
@@ -237,44 +227,6 @@ def per_token(value: object, name: str, length: int, *, nulls: bool = False) -> 
         at = int(finite.argmin())
         raise DataError(f"{name}[{at}] is {array[at]:g}; give a finite number")
     return array
-
-
-def checked_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
-    """Token ids as an array of their own. Raises DataError for anything else than a flat list of whole numbers."""
-    if isinstance(ids, list):
-        try:
-            array = np.frombuffer(builtin_array("i", ids), np.int32)  # three times as fast as numpy
-        except (TypeError, OverflowError):
-            pass
-        else:
-            if array.min(initial=2) > 1:  # else there may be a negative number, true or false
-                return array
-    try:
-        array = np.asarray(ids)
-    except ValueError as error:
-        raise DataError(f"ids are no flat list ({shortened(error)}); give one list of numbers per row") from error
-    if array.ndim != 1:
-        raise DataError(f"ids have shape {array.shape}, expected [L]; give one trajectory per row")
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.dtype.kind not in "iu":
-        given = ids if isinstance(ids, list | tuple) else array.tolist()
-        wrong = next((each for each in given if not isinstance(each, int | np.integer) or isinstance(each, bool)), None)
-        if wrong is None:  # more than 64 bits
-            raise DataError(f"ids hold {quoted(max(map(str, given), key=len))}; token ids are 0 to {MAX_TOKEN_ID}")
-        raise DataError(f"ids hold {quoted(wrong)}, a {type(wrong).__name__}; token ids are whole numbers")
-    if array.min() < 0 or (array.dtype != np.int32 and array.max() > MAX_TOKEN_ID):
-        at = int(((array < 0) | (array > MAX_TOKEN_ID)).argmax())
-        what = "negative" if array[at] < 0 else f"above {MAX_TOKEN_ID}"
-        raise DataError(f"ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
-    if isinstance(ids, list | tuple) and (at := first_bool(ids, array)) is not None:
-        raise DataError(f"ids[{at}] is {ids[at]}, expected a whole number")
-    return np.array(array, np.int32, order="C")
-
-
-def first_bool(values: Sequence[object], numbers: NDArray[np.number]) -> int | None:
-    """The place of the first True or False among values that numpy has read as these numbers, 1 and 0."""
-    return next((at for at in np.flatnonzero(numbers < 2).tolist() if isinstance(values[at], bool | np.bool_)), None)
 
 
 def _reward(reward: float) -> float:
