@@ -32,7 +32,7 @@ SIGNATURES = {
     "share_prefixes": "(trainer, budget=None, *, check=True)",
     "SharePrefixesMixin": "(*args, budget=None, check=True, **kwargs)",
     "to_packed": "(rows, position_ids, fill=0.0)",
-    "token_logprobs": "(model, inputs, *, temperature=1.0, return_entropy=False)",
+    "token_logprobs": "(model, inputs, *, temperature=1.0, return_entropy=False, ids=None)",
     "group_batches": "(trainer, key='input_ids')",
     "PrefixGroupSampler": "(dataset, batch_size, *, key='input_ids', accumulation=1, processes=1, seed=0)",
     "group_advantages": ("(trajectories, *, divide_by_std=True, eps=0.0001, leave_one_out=False)"),
@@ -57,7 +57,7 @@ SIGNATURES = {
     "Trajectory": (
         "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, rollout_logprobs=None, "
         "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, "
-        "key=None, episode=None, experts=None, images=None, image_token=None)"
+        "key=None, episode=None, experts=None, sampling_mask=None, teacher_topk=None, images=None, image_token=None)"
     ),
     "from_messages": (
         "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
@@ -87,7 +87,8 @@ METHODS = {
     "Packed.forward_backward": "(self, loss_of, budget=None)",
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
     "TreeEngine.score": (
-        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, images=None)"
+        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, ids=None, "
+        "images=None)"
     ),
     "Scored.backward": "(self, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",
@@ -112,6 +113,7 @@ METHODS = {
     "losses.gspo": f"(*, clip_low=0.0003, clip_high=0.0004, on_policy=False, {PENALTIES})",
     "losses.dpo": "(*, beta=0.1)",
     "losses.distill": "(*, reduction='token', estimator='k3')",
+    "losses.distill_topk": "(*, reduction='token', divergence='forward')",
     "losses.value": "(*, reduction='token', clip=0.2)",
 }
 OTHERS = {

@@ -10,7 +10,7 @@ _PUBLIC = {
     "DataError": "treetrain.core.errors",
     "RanksDisagree": "treetrain.core.errors",
     "UnsupportedModel": "treetrain.core.errors",
-    "Trajectory": "treetrain.core.tree.trajectory",
+    "Trajectory": "treetrain.layers.trajectory",
     "group_advantages": "treetrain.logs.advantages",
     "from_messages": "treetrain.logs.load",
     "load": "treetrain.logs.load",
@@ -112,8 +112,8 @@ if TYPE_CHECKING:
     from treetrain.core.planning.plan import Plan as Plan
     from treetrain.core.tree.token_tree import TokenTree as TokenTree
     from treetrain.core.tree.token_tree import build_tree as build_tree
-    from treetrain.core.tree.trajectory import Trajectory as Trajectory
     from treetrain.engine import TreeEngine as TreeEngine
+    from treetrain.layers.trajectory import Trajectory as Trajectory
     from treetrain.logs.advantages import group_advantages as group_advantages
     from treetrain.logs.load import from_messages as from_messages
     from treetrain.logs.load import load as load

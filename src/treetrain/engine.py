@@ -19,9 +19,9 @@ from treetrain.core.planning.make import Bytes
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import Row, TokenTree
-from treetrain.core.tree.trajectory import Trajectory
 from treetrain.kernels.compiled import CompiledFeature
 from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.trajectory import Trajectory
 from treetrain.registry import make_registry
 
 if TYPE_CHECKING:

@@ -181,7 +181,13 @@ def pack(rows: Sequence[Row] | TokenTree, *, mask: Mask | None = None, device: t
     Raises:
         DataError: invalid rows, rows with images, or a mask whose number or lengths of rows do not fit.
     """
-    tree = as_tree(rows, ids_alone=True)
+    tree = as_tree(rows)
+    for name, given in (("images", "images" in tree.special), ("sampling masks", tree.id_sets)):
+        if given:
+            raise DataError(
+                f"the rows have {name}, which tt.pack does not hand to a model of your own; give rows without, or a "
+                "Hugging Face model to tt.TreeEngine"
+            )
     batch = Batch.of(tree, weighted=False, mask=predictions_of(tree, mask))
     return Packed(batch, torch.device(device))
 

@@ -19,8 +19,10 @@ from treetrain.explain import Explained
 from treetrain.kernels.backends import DeviceBackends
 from treetrain.kernels.compiled import CompiledFeature
 from treetrain.kernels.lm_head import DeviceHeadKernels
+from treetrain.layers.experts.recorded import recorded_experts
 from treetrain.layers.experts.routers import experts_of
 from treetrain.layers.finders import check_model
+from treetrain.layers.images.image_rows import tree_images
 from treetrain.layers.recurrence.recurrent_layers import RecurrentLayers
 
 ENTRY_POINTS = "treetrain.features"
@@ -41,7 +43,7 @@ class ExpertsFeature(Feature):
     takes = frozenset({"experts"})
 
     def check_rows(self, call: Call, tree: TokenTree) -> None:
-        if tree.experts is not None:
+        if recorded_experts(tree) is not None:
             from treetrain.layers.experts.experts import check_recorded
 
             check_recorded(tree, experts_of(call.capabilities))
@@ -80,13 +82,13 @@ class ImagesFeature(Feature):
     within_sharing = True  # the gradients that it adds are reduced, and seen by hooks, around it
 
     def check_rows(self, call: Call, tree: TokenTree) -> None:
-        if tree.images is None:
+        if (images := tree_images(tree)) is None:
             return
         from treetrain.layers.images.encoders import check_images
         from treetrain.models.encoder_memory import encoder_memory
 
         check_images(call.model, tree)
-        call.beside = encoder_memory(call.model, tree.images.distinct)
+        call.beside = encoder_memory(call.model, images.distinct)
         if call.sharing.collective or not call.sharing.passes_with.alone:
             raise UnsupportedModel(
                 "rows with images on a model that processes divide among them (FSDP2, ZeRO-3, tensor or context "
@@ -96,7 +98,7 @@ class ImagesFeature(Feature):
     def extension(
         self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
-        if tree.images is None:
+        if tree_images(tree) is None:
             return None
         from treetrain.layers.images.images import Images
 

@@ -6,6 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treetrain as tt
+from support.models import make_model
+from treetrain.check.forests import VOCAB
 from treetrain.core.attention import rectangles
 from treetrain.engine import TreeEngine
 
@@ -168,3 +170,28 @@ def test_it_takes_rows_as_the_engine_does(model, rows):
         report = tt.verify(model, given)
         assert report.passed and report.loss_tree == expected.loss_tree
         assert (report.trajectories, report.flat_tokens) == (4, 44)
+
+
+@pytest.mark.parametrize("loss", [tt.losses.ppo(entropy=0.1), tt.losses.dpo(), tt.losses.distill_topk()])
+def test_rows_with_sets_of_ids_are_verified(loss):
+    rng, rows = np.random.default_rng(0), []
+    for number in range(4):
+        ids = [*range(6), *rng.integers(6, VOCAB, 5).tolist()]
+        sets = [rng.choice(VOCAB, 4, replace=False).tolist() for _ in ids]
+        rows.append(
+            tt.Trajectory(
+                ids,
+                advantages=1.0,
+                old_logprobs=np.full(11, -1.5),
+                ref_logprobs=np.full(11, -1.5),
+                sampling_mask=[None, None, *([*({*own} - {x}), x] for own, x in zip(sets[2:], ids[2:]))],
+                teacher_topk=(sets, np.full((11, 4), -1.6)),
+                pair=number // 2,
+                chosen=number % 2 == 0,
+            )
+        )
+    model = make_model("qwen3", dtype=torch.float64)
+    report = tt.verify(model, rows, loss=loss, budget=7)
+    assert report.passed, report.verdict
+    without = tt.verify(model, [row.replace(sampling_mask=None) for row in rows], loss=loss)
+    assert isinstance(loss, type(tt.losses.distill_topk())) == (without.loss_linear == report.loss_linear)

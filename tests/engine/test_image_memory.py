@@ -12,6 +12,7 @@ from support.images import CONFIGURATIONS, image, image_model, row
 from support.models import needs_transformers
 from treetrain.check import linear
 from treetrain.core.planning.make import Bytes
+from treetrain.layers.images.image_rows import tree_images
 from treetrain.models import encoder_memory
 from treetrain.models.meters import CountStorages
 
@@ -128,7 +129,7 @@ def test_a_budget_that_the_encoder_does_not_fit_into_is_refused_by_name(run):
 
 def test_scores_without_gradient_hold_the_features_alone():
     model = image_model("Qwen3-VL", torch.float32)
-    distinct = tt.build_tree(ROWS).images.distinct
+    distinct = tree_images(tt.build_tree(ROWS)).distinct
     graph = encoder_memory.encoder_memory(model, distinct)
     with torch.no_grad():
         none = encoder_memory.encoder_memory(model, distinct)
@@ -152,7 +153,7 @@ def test_an_encoder_that_cannot_be_counted_takes_a_budget_in_tokens():
 
 def test_a_want_of_memory_while_an_encoder_is_counted_is_not_remembered():
     model = image_model("Qwen3-VL", torch.float32)
-    distinct = tt.build_tree(ROWS).images.distinct
+    distinct = tree_images(tt.build_tree(ROWS)).distinct
     with mock.patch.object(encoder_memory, "_COUNTED", {}):
         with mock.patch.object(encoder_memory, "without_data", side_effect=MemoryError()):
             assert isinstance(encoder_memory.encoder_memory(model, distinct), tt.UnsupportedModel)
@@ -170,7 +171,7 @@ def test_an_encoder_that_reads_all_images_in_one_sequence_takes_a_budget_in_toke
 @pytest.mark.slow
 def test_flash_attention_is_counted_as_torchs_own():
     model = image_model("Qwen2.5-VL", torch.bfloat16)
-    distinct = tt.build_tree(ROWS).images.distinct
+    distinct = tree_images(tt.build_tree(ROWS)).distinct
     own = encoder_memory.encoder_memory(model, distinct)
     flash = mock.patch.object(model.model.visual.config, "_attn_implementation_internal", "flash_attention_2")
     with flash, mock.patch.object(encoder_memory, "_COUNTED", {}):

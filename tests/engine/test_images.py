@@ -32,8 +32,8 @@ from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.core.engine.engine_model import Call
 from treetrain.core.engine.model_passes import ModelPasses
-from treetrain.core.tree.images import SIZES
 from treetrain.layers.images.encoders import arguments_of, encoder_modules, image_encoder, path_positions
+from treetrain.layers.images.image_rows import SIZES, tree_images
 
 CAT, DOG, WIDE = image(1), image(2), image(3, 2, 4)
 
@@ -310,15 +310,16 @@ def test_tokens_of_images_are_merged_where_the_images_are_equal():
     rows = [row(3, CAT, 4), row(3, image(1), 5), row(3, DOG, 4), row(3, 4)]
     tree = tt.build_tree(rows)
     assert tree.num_tokens == 1 + 1 + 7 + 6 + 1
-    assert tree.images is not None
-    assert len(tree.images.distinct) == 2
+    images = tree_images(tree)
+    assert images is not None
+    assert len(images.distinct) == 2
     for number, one in enumerate(rows):
         path = tree.path(number)
         assert tree.tokens[path].tolist() == one.ids.tolist()
-        features = tree.images.feature[path][tree.tokens[path] == IMAGE]
+        features = images.feature[path][tree.tokens[path] == IMAGE]
         assert features.tolist() == ([[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], []][number])
     assert tt.build_tree(rows, merge=False).num_tokens == sum(map(len, rows))
-    assert tt.build_tree([one.ids for one in rows]).images is None
+    assert tree_images(tt.build_tree([one.ids for one in rows])) is None
 
 
 def test_one_changed_number_makes_another_image():
@@ -340,13 +341,14 @@ def test_padding_to_the_largest_image_of_a_batch_does_not_make_another_image():
     small, large = (image(seed, 2, width, family="Mistral 3") for seed, width in ((1, 2), (2, 3)))
     tree = tt.build_tree([row(3, small, large, 4), row(3, small, 4)])
     assert tree.num_tokens == 1 + 6 + 8 + 1 + 1
-    assert tree.images is not None
-    assert [one.inputs["pixel_values"].shape[2:] for one in tree.images.distinct] == [(8, 8), (8, 12)]
+    images = tree_images(tree)
+    assert images is not None
+    assert [one.inputs["pixel_values"].shape[2:] for one in images.distinct] == [(8, 8), (8, 12)]
 
 
 def test_tokens_are_divided_among_tiles_and_the_lines_of_an_image_by_pixels():
     lines, tiles = image(1, 2, 3, family="Mistral 3"), image(2, 4, 3, family="InternVL")
-    one, other = (tt.build_tree([row(3, each, 4, each)]).images for each in (lines, tiles))
+    one, other = (tree_images(tt.build_tree([row(3, each, 4, each)])) for each in (lines, tiles))
     assert one is not None and one.first.tolist() == [0, 6]
     assert one.feature.tolist() == [-1, *[0, 1, 2, -1, 3, 4, 5, -1], -1, *[0, 1, 2, -1, 3, 4, 5, -1]]
     assert other is not None and other.first.tolist() == [0, 4, 8, 12]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs import columns as module
 from treetrain.logs.columns import RowColumns, prefix_order
 

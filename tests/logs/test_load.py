@@ -152,7 +152,7 @@ def test_reading_imports_no_torch():
 def test_a_training_step_imports_no_reader_of_logs():
     found = loaded_by("import treetrain as tt; tt.TreeEngine; tt.share_prefixes")
     rooms = {name.removeprefix("treetrain.logs.") for name in found if name.startswith("treetrain.logs.")}
-    assert "treetrain.core.tree.trajectory" in found and rooms <= {"columns", "advantages", "once"}
+    assert "treetrain.layers.trajectory" in found and rooms <= {"columns", "advantages", "once"}
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from PIL import Image
 
 import treetrain as tt
 from support.models import needs_transformers
+from treetrain.layers.images.image_rows import tree_images
 from treetrain.logs.log_images import _placeholder
 
 needs_transformers("5.16", "processors have other classes")
@@ -116,7 +117,8 @@ def test_each_call_has_the_images_before_its_answer_and_equal_images_are_one():
     assert [len(row.images) for row in rows] == [1, 2, 2, 1]
     assert rows[0].images[0] is rows[3].images[0]
     tree = tt.build_tree(rows)
-    assert tree.images is not None and len(tree.images.distinct) == 2
+    images = tree_images(tree)
+    assert images is not None and len(images.distinct) == 2
     check(rows[2], own(talk, [CAT, DOG]) | {"input_ids": rows[2].ids[None]})
 
 

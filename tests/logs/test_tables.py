@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.load import load
 
 

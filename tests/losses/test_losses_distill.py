@@ -7,7 +7,7 @@ import torch
 
 from treetrain import losses
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 LN2 = math.log(2)
 # l - t of the tokens: ln 2, -ln 2 (weights 1, 3).

@@ -8,7 +8,7 @@ import torch
 
 from treetrain import losses
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 TWO = torch.zeros(2)
 ROW = Trajectory([5, 6, 7], advantages=1.0, id="a")

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.core.tree.trajectory import PER_TOKEN_FACTS
+from treetrain.layers.trajectory import Trajectory
 from treetrain.losses import Facts
 
 ROWS = [

@@ -9,7 +9,7 @@ import torch
 
 from treetrain import losses
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 LN2 = math.log(2)
 # Ratios r = now / old of row a: 2, 1/2 (weights 1, 3), of row b: 4; a third row trains nothing.

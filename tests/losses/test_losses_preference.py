@@ -10,7 +10,7 @@ import torch
 
 from treetrain import losses
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 
 def sigmoid(x: float) -> float:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from treetrain import losses
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.losses import Facts
 
 LOSSES = {

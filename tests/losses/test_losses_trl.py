@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treetrain import losses
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 trl = pytest.importorskip("trl")
 if not trl.__version__.startswith("1.16."):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treetrain import losses
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 LN2 = 0.6931471805599453
 

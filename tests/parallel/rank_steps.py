@@ -22,9 +22,9 @@ from support.moe import at_random
 from support.plans import calls_answer, planned
 from support.plans import keeping_graphs as choice_of
 from treetrain.check.contract import PureFloat64
-from treetrain.check.forests import VOCAB, with_random_facts
+from treetrain.check.forests import VOCAB, whole_pairs, with_random_facts
 from treetrain.check.linear_engine import LinearEngine
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]
 Reduces = Literal["each", "last"]
@@ -101,6 +101,10 @@ LOSSES: dict[str, Any] = {
     "value": tt.losses.value(clip=0.2),
     "own": OwnLoss(),
     "own contrast": OwnContrast(),
+    "masked ppo": tt.losses.ppo(clip=0.2, entropy=0.05),
+    "masked dpo": tt.losses.dpo(beta=0.3),
+    "masked own": OwnLoss(),
+    "topk": tt.losses.distill_topk(divergence="jensen_shannon"),
 } | {name: case.loss for name, case in (OTHERS | EVERY).items()}
 
 
@@ -119,7 +123,18 @@ def rows_of(seed: int, loss: str) -> Rows:
     if loss == "value":
         facts = [{name: rng.normal(size=len(row)) for name in ("values", "returns")} for row in dressed]
         dressed = [row.replace(**own) for row, own in zip(dressed, facts)]
+    if loss.startswith("masked") or loss == "topk":
+        dressed = [with_sets(row, rng) for row in dressed]
+        return whole_pairs(dressed) if loss == "masked dpo" else dressed
     return cases[loss].prepare(dressed) if loss in cases else dressed
+
+
+def with_sets(row: Trajectory, rng: np.random.Generator) -> Trajectory:
+    """The row with kept ids and a teacher's at each token; a quarter of the tokens kept all ids."""
+    sets = [rng.choice(VOCAB, rng.integers(1, 9), replace=False).tolist() for _ in row.ids]
+    kept = [None if rng.random() < 0.25 else [*({*x} - {int(token)}), token] for x, token in zip(sets, row.ids)]
+    logprobs = [np.log(rng.dirichlet(np.ones(len(x) + 1))[1:]) for x in sets]
+    return row.replace(sampling_mask=kept, teacher_topk=(sets, logprobs))
 
 
 def split_of(rows: Rows, rank: int, size: int, how: str) -> Rows:

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from rank_steps import Job, bfloat16_errors, check
+from rank_steps import KEYS, Job, bfloat16_errors, check
 
 from support.cases import EVERY
 
@@ -67,6 +67,13 @@ def test_losses_over_several_rows_see_those_of_all_ranks(run_on_ranks, loss, par
 def test_every_loss_of_the_library(run_on_ranks, loss, parallel) -> None:
     for seed, split in ((2, "round"), (3, "first has all")):
         check(run_on_ranks, Job(parallel, loss, budget=9, seed=seed, split=split))
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "context", "tensor"])
+@pytest.mark.parametrize("loss", ["masked ppo", "masked dpo", "masked own", "topk"])
+def test_sets_of_ids_at_each_token(run_on_ranks, loss, parallel) -> None:
+    check(run_on_ranks, Job(parallel, loss, changes=KEYS, budget=9))
 
 
 @pytest.mark.few(1)

@@ -9,7 +9,7 @@ from treetrain.check.forests import trajectories
 from treetrain.core.planning.cost import CostModel
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.parallel.balance import PASS_TOKENS, Balancer, Dispatch, cut_evenly, dispatch, range_costs
 from treetrain.shapes import ModelShape
 

@@ -12,7 +12,7 @@ from treetrain.core.planning.make import PART_TOKENS, Bytes, parse_budget
 from treetrain.core.planning.partition import partition
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.models.work import stats, tree_stats
 from treetrain.parallel.balance import dispatch
 from treetrain.shapes import ModelShape, make_plan

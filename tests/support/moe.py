@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from treetrain.check import linear
 from treetrain.check.contract import Case, Routes
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 EXPERTS, TOP_K = 4, 2
 """Of every family in `support.models`."""

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM
 
 from treetrain.check.contract import PureFloat64
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.tree_trainer import TreeTrainer
 

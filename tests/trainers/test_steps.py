@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from treetrain.core.errors import DataError
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.trainers.groups import StepSampler, make_groups, sample_groups
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from trainer_runs import BUILDERS, Run, difference, double, train
 from transformers import Gemma2Config, Gemma2ForCausalLM, Trainer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import treetrain as tt
 from support.fsdp_on_cpus import needs_sharding_on_cpus
@@ -131,6 +132,68 @@ def test_scores_and_gradients_are_those_of_each_row_alone(budget, shape, labels,
     for ours, theirs in zip([x.detach() for x in found], expected):
         assert float((ours - theirs.detach()).abs().max()) <= bound * float(theirs.detach().abs().max())
     assert float((gradient(model) - wanted).norm() / wanted.norm()) <= bound
+
+
+def given_ids(batch: dict[str, Tensor]) -> Tensor:
+    """[B, L - 1, 4] different ids, between which some are missing; at some predictions all are."""
+    shape, generator = batch["input_ids"].shape, torch.Generator().manual_seed(3)
+    ids = torch.rand(shape[0], shape[1] - 1, 30, generator=generator).argsort(-1)[..., :4]
+    missing = torch.rand(ids.shape, generator=generator) < 0.3
+    missing[:, ::5] = True
+    return ids.masked_fill(missing, -1)
+
+
+@pytest.mark.parametrize("way", ["plain", "logits", None, 7])
+@pytest.mark.parametrize("shape", BATCHES)
+def test_scores_at_given_ids_are_those_of_each_row_alone(way, shape, tmp_path):
+    model = runs.model(dtype=torch.float64)
+    batch = labelled(BATCHES[shape]())
+    ids = given_ids(batch)
+    with double():
+        logps = [(model(input_ids=torch.tensor([row])).logits[0] / 1.3).log_softmax(-1) for row in ROWS]
+        expected = torch.zeros(ids.shape, dtype=torch.float64)
+        for (b, first), row, every in zip(starts(batch), ROWS, logps):
+            for t in range(len(row) - 1):
+                if batch["labels"][b, first + t + 1] != -100:
+                    own = ids[b, first + t]
+                    expected[b, first + t] = torch.where(own == -1, 0.0, every[t][own])
+        objective(expected, expected.exp()).backward()
+        wanted = gradient(model)
+        model.zero_grad()
+        if way == "logits":
+            logits = torch.zeros(*batch["input_ids"].shape, len(logps[0][0]), dtype=torch.float64)
+            for (b, first), row, every in zip(starts(batch), ROWS, logps):
+                logits[b, first : first + len(row)] = 1.3 * every.detach()
+            output = CausalLMOutputWithPast(logits=logits)
+            found = tt.token_logprobs(output, batch["labels"], temperature=1.3, ids=ids)
+        elif way == "plain":
+            found = tt.token_logprobs(model, batch, temperature=1.3, ids=ids)
+        else:
+            trainer = own_trainer(model, tmp_path)
+            tt.share_prefixes(trainer, way)
+            found = tt.token_logprobs(trainer.model, batch, temperature=1.3, ids=ids)
+        assert len(found) == 2 and found[1].shape == ids.shape
+        assert float((found[1] - expected).detach().abs().max()) <= DOUBLE * float(expected.detach().abs().max())
+        if way == "logits":
+            return
+        objective(found[1], found[1].exp()).backward()
+        if way != "plain":
+            trainer.prefix_sharing.settle()
+    assert float((gradient(model) - wanted).norm() / wanted.norm()) <= DOUBLE
+
+
+def test_bad_ids_are_named():
+    batch = padded("right")
+    ids = given_ids(batch)
+    outside, twice = ids.clone(), ids.clone()
+    outside[2, 1], twice[2, 1] = torch.tensor([1, 2, 90, 3]), torch.tensor([1, 5, -1, 5])
+    for wrong, message in (
+        (ids[:, 1:], r"ids is a torch.int64 \[8, 8, 4\]; give whole numbers \[8, 9, k\]"),
+        (outside, r"ids\[2, 1\]: 90 is outside the vocabulary of 42"),
+        (twice, r"ids\[2, 1\]: 5 is there twice"),
+    ):
+        with pytest.raises(tt.DataError, match=message):
+            tt.token_logprobs(runs.model(), batch, ids=wrong)
 
 
 @pytest.mark.parametrize("shape", ["left", "positions", "lengths"])

@@ -10,7 +10,7 @@ from trie_of_dicts import check_tree
 from treetrain.core.errors import DataError
 from treetrain.core.tree import token_tree
 from treetrain.core.tree.token_tree import TokenTree, build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
 KEYS = st.sampled_from([None, "a", "b"])

@@ -6,7 +6,8 @@ from trie_of_dicts import check_tree
 
 import treetrain as tt
 from treetrain.core.errors import DataError
-from treetrain.core.tree import names
+from treetrain.layers.experts import recorded
+from treetrain.layers.experts.recorded import recorded_experts
 
 
 def row(ids, first, **facts):
@@ -23,7 +24,7 @@ def test_tokens_are_merged_as_far_as_ids_and_experts_agree():
     for number, given in enumerate(rows):
         path = tree.path(number)
         assert tree.tokens[path].tolist() == given.ids.tolist()
-        assert (tree.experts[path] == given.experts).all()
+        assert (recorded_experts(tree)[path] == given.experts).all()
     assert tree.path(0).tolist() == tree.path(1).tolist()
     assert [len(set(tree.path(0)) & set(tree.path(k))) for k in (2, 3)] == [1, 2]
 
@@ -31,12 +32,12 @@ def test_tokens_are_merged_as_far_as_ids_and_experts_agree():
 def test_experts_that_were_not_recorded_are_others_than_any_that_were():
     tree = tt.build_tree([row([5, 6], [0, 1]), row([5, 6, 7], [0, 1, -1]), row([5, 6, 7], [0, -1, -1]), [5, 6]])
     assert tree.num_tokens == 3 + 2 + 2
-    assert tree.experts.shape == (7, 1, 2)
-    assert (tree.experts[tree.path(3)] == -1).all()
+    assert recorded_experts(tree).shape == (7, 1, 2)
+    assert (recorded_experts(tree)[tree.path(3)] == -1).all()
 
 
 def test_rows_without_experts_make_a_tree_without():
-    assert tt.build_tree([tt.Trajectory([1, 2]), [1, 3]]).experts is None
+    assert recorded_experts(tt.build_tree([tt.Trajectory([1, 2]), [1, 3]])) is None
 
 
 def test_equal_experts_merge_as_ids_alone_do():
@@ -53,12 +54,12 @@ def test_a_collision_of_hashes_merges_nothing_that_differs(monkeypatch):
         def integers(self, low, high, size, dtype):
             return np.full(size, -1) // 2  # times 2 plus 1: factors of -1, under which (1, 0) and (0, 1) collide
 
-    monkeypatch.setattr(names.np.random, "default_rng", lambda seed: Zeros())
+    monkeypatch.setattr(recorded.np.random, "default_rng", lambda seed: Zeros())
     rows = [row([5, 6], [0, 1]), row([6, 5], [-1, 2]), row([4, 6], [1, 1])]
     tree = tt.build_tree(rows)
     for number, given in enumerate(rows):
         assert tree.tokens[tree.path(number)].tolist() == given.ids.tolist()
-        assert (tree.experts[tree.path(number)] == given.experts).all()
+        assert (recorded_experts(tree)[tree.path(number)] == given.experts).all()
 
 
 def test_rows_routed_by_different_models_are_refused():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from treetrain.core.tree.layout import cut, flat_reads, pack
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=10)
 

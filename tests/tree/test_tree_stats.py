@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from treetrain.core.tree.layout import FULL
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.models.work import cheapest_rows, distinct_rows, linear_work, tree_stats, tree_work
 
 

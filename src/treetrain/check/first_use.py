@@ -48,10 +48,11 @@ from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.kernels.checks import relative_error
 from treetrain.kernels.compiled import CompiledFeature, buffers_kept
 from treetrain.layers.experts.routers import experts_of
+from treetrain.layers.images.image_rows import tree_images
 from treetrain.parallel.process_group import compute_dtype
 
 if TYPE_CHECKING:
-    from treetrain.core.tree.images import Image
+    from treetrain.layers.images.image_rows import Image
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 LIMIT_16_BITS = 0.1
@@ -134,7 +135,8 @@ def compare_first_use(engine: Engine, call: Call, tree: TokenTree) -> None:
     if sharing.collective or not sharing.same_rows.alone:
         return
     mode = now.mode
-    if tree.images is not None and len(tree.images.distinct) > 1:
+    images = tree_images(tree)
+    if images is not None and len(images.distinct) > 1:
         mode = (*mode, "images")
     if engine.accepted.get(mode) == now:
         return
@@ -148,9 +150,9 @@ def compare_first_use(engine: Engine, call: Call, tree: TokenTree) -> None:
                 _compare(engine, call)
         accepted.append(state)
     if with_images not in accepted:
-        assert tree.images is not None
+        assert images is not None
         with _undisturbed(engine.prepared):
-            _compare_images(engine.prepared, tree.images.distinct)
+            _compare_images(engine.prepared, images.distinct)
         accepted.append(with_images)
     engine.accepted[mode] = now
     del accepted[:-_REMEMBERED]

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 VOCAB = 37
 Rows = list[list[int]]

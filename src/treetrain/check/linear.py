@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.check import row_scores
-from treetrain.core.tree.trajectory import Trajectory
 from treetrain.kernels.checks import relative_error as relative_error
+from treetrain.layers.trajectory import Trajectory
 
 Facts = dict[str, Tensor]
 RowLoss = Callable[[Tensor, Tensor, Facts], Tensor]

@@ -14,6 +14,7 @@ from functools import partial, reduce
 from operator import add
 from typing import TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -26,14 +27,15 @@ from treetrain.core.hf.capability import model_device
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.losses.protocol import Loss, LossProtocol, as_loss, needs_logprobs
 from treetrain.core.planning.make import Bytes
+from treetrain.core.tree.token_ids import IdSets
 from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
-from treetrain.core.tree.trajectory import Trajectory
 from treetrain.engine import TreeEngine, loaded
 from treetrain.kernels.checks import relative_error
 from treetrain.layers.experts.experts import RouterBalance, by_place, route_as_recorded
 from treetrain.layers.experts.routers import experts_of
 from treetrain.layers.finders import check_model
 from treetrain.layers.images.encoders import image_inputs
+from treetrain.layers.trajectory import Trajectory
 from treetrain.losses import sft
 from treetrain.parallel.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 
@@ -42,9 +44,13 @@ T = TypeVar("T")
 EVERY = 10
 """Seconds between two lines of the log that say how many rows are done."""
 Scores = tuple[
-    Float[Tensor, " predictions"], Float[Tensor, " predictions"] | None, Float[Tensor, " predictions *columns"] | None
+    Float[Tensor, " predictions"],
+    Float[Tensor, " predictions"] | None,
+    Float[Tensor, " predictions *columns"] | None,
+    Float[Tensor, " ids"] | None,
 ]
-"""Log-probabilities, entropies and values of a row; values are at the tokens before the predicted ones."""
+"""Log-probabilities, entropies, values and log-probabilities of a teacher's ids of a row; values are at the tokens
+before the predicted ones."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Global gradient error that is always allowed, by model dtype. Some layers of transformers compute in float32."""
 LINEAR_FACTOR = 1.5
@@ -134,7 +140,7 @@ def verify(
         raise ValueError(f"tolerance is {tolerance}; give a relative error from 0, such as 1e-5")
     loss = as_loss(sft() if loss is None else loss)
     tree = as_tree(trajectories, merge=True)
-    rows = list(tree.trajectories)
+    rows = [Trajectory.of(row) for row in tree.trajectories]
     dtype: torch.dtype = loaded(model).dtype  # type: ignore[assignment]
     exact = dtype in TOLERANCE
     if not exact and not tensor_parallel_ranks(model).alone:
@@ -211,6 +217,22 @@ def verify(
         all_gradients=all_gradients,
         parameters=tuple(sorted(parameters, key=lambda parameter: -parameter.error)),
     )
+
+
+def _places(sets: IdSets, device: torch.device) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
+    """The predictions that the ids of a row's sets belong to, and the ids."""
+    of_predictions = sets.select(np.arange(1, len(sets)))
+    of, ids = (torch.from_numpy(x).long().to(device) for x in (of_predictions.places, of_predictions.ids))
+    return of, ids
+
+
+def _over_kept(kept: IdSets, logits: Float[Tensor, "T V"]) -> Float[Tensor, "T V"]:
+    """Logits of which those outside of the kept sets, where there are any, have no share in the softmax."""
+    of, ids = _places(kept, logits.device)
+    outside = torch.zeros_like(logits, dtype=torch.bool)
+    outside[of] = True
+    outside[of, ids] = False
+    return logits.masked_fill(outside, torch.finfo(logits.dtype).min / 4)  # finite, so that 0 times its log is 0
 
 
 class PlainModel:
@@ -293,8 +315,9 @@ class PlainModel:
                 if not loss.reads_untrained and not row.weights.any():
                     continue
                 with self._routed(row):
-                    logprobs, entropies, values = self._scores(row, loss)
-                    total, _ = loss(logprobs, entropies, row, values=values)
+                    logprobs, entropies, values, of_ids = self._scores(row, loss)
+                    given = {"id_logprobs": of_ids} if "id_logprobs" in loss.needs else {}
+                    total, _ = loss(logprobs, entropies, row, values=values, **given)
                     if total.requires_grad:
                         (total / normaliser).backward()
                 summed += float(total.detach())
@@ -304,7 +327,7 @@ class PlainModel:
         entropy, valued = "entropies" in loss.needs, "predicted_values" in loss.needs
         if len(row) < 2:
             nothing = torch.zeros(0, dtype=self._wide, device=model_device(self._model))
-            return nothing, nothing if entropy else None, nothing if valued else None
+            return nothing, nothing if entropy else None, nothing if valued else None, nothing
         ids, seen = self._ids(row), {}
         hook = self._head.register_forward_hook(lambda _, given, made: seen.update(hidden=given[0], made=made))
         try:
@@ -313,9 +336,17 @@ class PlainModel:
             hook.remove()
         values = self._values(seen) if valued else None
         if not needs_logprobs(loss):
-            return torch.zeros(len(row) - 1, dtype=self._wide, device=ids.device), None, values
-        logprobs, entropies = scores_of_logits(logits[0, :-1], ids[0, 1:], self._temperature, entropy=entropy)
-        return logprobs, entropies, values
+            return torch.zeros(len(row) - 1, dtype=self._wide, device=ids.device), None, values, None
+        logits, tokens = logits[0, :-1], ids[0, 1:]
+        own = logits if row.sampling_mask is None else _over_kept(row.sampling_mask, logits)
+        logprobs, entropies = scores_of_logits(own, tokens, self._temperature, entropy=entropy)
+        of_ids = None
+        if "id_logprobs" in loss.needs and row.teacher_topk is not None:
+            of, at = _places(row.teacher_topk, logits.device)
+            whole, _ = scores_of_logits(logits, tokens, self._temperature)
+            apart = (logits[of, at].double() - logits[of, tokens[of]]) / self._temperature
+            of_ids = (whole[of] + apart).to(self._wide)
+        return logprobs, entropies, values, of_ids
 
     def _values(self, seen: dict[str, Tensor]) -> Float[Tensor, " predictions *columns"]:
         """From the inputs and outputs of the model's head."""

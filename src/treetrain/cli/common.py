@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from treetrain.check.verify import TreeReport
-    from treetrain.core.tree.trajectory import Trajectory
+    from treetrain.layers.trajectory import Trajectory
     from treetrain.logs.inspection.report import Shape
     from treetrain.logs.records import Json
 

@@ -30,8 +30,8 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel
-from treetrain.core.tree.trajectory import Trajectory
 from treetrain.engine import TreeEngine
+from treetrain.layers.trajectory import Trajectory
 
 NOT_ON_A_TREE = ("distillation_use_topk", "distillation_only")
 """Settings of verl's batches that a tree does not support."""

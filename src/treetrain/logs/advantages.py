@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from treetrain.core.errors import DataError, expect
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.columns import RowColumns
 
 

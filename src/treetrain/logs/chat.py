@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from treetrain.core.digest import digest
 from treetrain.core.errors import DataError, expect, quoted, shortened
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.killable import ChildError, Killable
 from treetrain.logs.log_images import PlacedImage, images_in, listed_images
 from treetrain.logs.messages import (

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import GIVEN, Trajectory, common_prefix
+from treetrain.core.tree.trajectory import GIVEN, common_prefix
+from treetrain.layers.trajectory import Trajectory
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.columns import Int64s, RowColumns, codes_of, prefix_order, sorted_by_prefix
 
 RowNumbers = Int64[np.ndarray, " _"]

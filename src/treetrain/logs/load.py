@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from treetrain.core.digest import digest
 from treetrain.core.errors import DataError, expect, nearest, quoted, shortened
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.chat import IMAGE_KEYS, ChatReader, ChatRow, Conversation
 from treetrain.logs.files import read_records
 from treetrain.logs.formats import FORMATS

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from treetrain.core.errors import DataError, quoted, shortened
-from treetrain.core.tree.images import Image, split_images
+from treetrain.layers.images.image_rows import Image, split_images
 
 if TYPE_CHECKING:
     import PIL.Image

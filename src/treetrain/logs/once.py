@@ -9,13 +9,15 @@ they begin. Rows without one are compared with each other.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import GIVEN, Trajectory
+from treetrain.core.tree.trajectory import GIVEN
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.columns import Int64s, codes_of, sorted_by_prefix
 
 if TYPE_CHECKING:
@@ -70,7 +72,9 @@ def count_once(
                 continue
             others = np.unique(before[again]).tolist()
             for other in others:
-                _check_facts(rows, advantages, other, number, np.flatnonzero(again & (before == other)))
+                at = np.flatnonzero(again & (before == other))
+                _check_facts(rows, advantages, other, number, at)
+                _check_sets(rows, other, number, at)
             if (
                 notes is not None
                 and row.advantages is None
@@ -141,6 +145,24 @@ def _check_facts(
                 f"the {name} {values}; count='once' needs one value: give both rows the same, or each its own "
                 "`episode` if they were sampled apart, or take count='per trajectory'"
             )
+
+
+def _check_sets(rows: Sequence[Trajectory], first: int, number: int, at: Int64s) -> None:
+    """Raise DataError if two rows that begin alike have different sets of ids at these places."""
+    for name in ("sampling_mask", "teacher_topk"):
+        for place in at.tolist():
+            pair = []
+            for one in (first, number):
+                sets = getattr(rows[one], name)
+                of = None if sets is None else sets.select(np.array([place]))
+                logprobs = () if of is None or of.logprobs is None else of.logprobs
+                pair.append({} if of is None else dict(zip_longest(of.ids.tolist(), logprobs)))
+            if pair[0] != pair[1]:
+                raise DataError(
+                    f"rows {_name(rows, first)} and {_name(rows, number)} both train token {place} of one path, with "
+                    f"the {name} {quoted(pair[0] or None)} and {quoted(pair[1] or None)}; count='once' needs one: "
+                    "give both rows the same, or each its own `episode` if they were sampled apart"
+                )
 
 
 def _name(rows: Sequence[Trajectory], number: int) -> str:

@@ -30,6 +30,7 @@ from treetrain.core.losses.facts import (
     require_nonnegative_weights,
 )
 from treetrain.core.losses.protocol import Loss, LossSum, Scope, fixed, numeric
+from treetrain.core.tree.token_ids import IdSets
 from treetrain.core.tree.trajectory import Trajectory
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "by_name",
     "dapo",
     "distill",
+    "distill_topk",
     "dpo",
     "dr_grpo",
     "grpo",
@@ -55,6 +57,8 @@ __all__ = [
     "value",
 ]
 
+MOST_MASS = 1.01
+"""The probabilities of a teacher's ids may sum to this: 16-bit logits are rounded."""
 Surrogate = Literal["logprob", "clipped", "clipped sequence"]
 
 # ---- divergences from sampled tokens alone
@@ -139,6 +143,77 @@ class DistillLoss(Loss):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopKDistillLoss(Loss):
+    """Distillation from the ids that a teacher finds most likely, with all other ids as one (`teacher_topk`).
+
+    p are the teacher's probabilities of a token's ids and of the rest, q the student's, over the whole vocabulary. On
+    answers of the student this is on-policy distillation, with a gradient for every id, not for the sampled one alone.
+
+    Metrics: divergence (the loss), nll, and the masses of the teacher's ids: teacher_mass, student_mass.
+    """
+
+    needs = ("logprobs", "id_logprobs", "teacher_topk")
+    by_prediction = True
+
+    divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+    """The loss of a token. "forward": KL(p || q), the sum of p (log p - log q), makes the student cover the teacher.
+    "reverse": KL(q || p) keeps it to what the teacher finds likely. "jensen_shannon": the mean of KL(p || m) and
+    KL(q || m), m = (p + q) / 2."""
+
+    def check(self, rows: Sequence[Trajectory]) -> None:
+        """Raise DataError for a trained token without ids of a teacher, or probabilities that sum to more than 1."""
+        Loss.check(self, rows)
+        for number, row in enumerate(rows):
+            sets, weights = row.teacher_topk, row.weights
+            if sets is None or not weights.any():
+                continue
+            assert sets.logprobs is not None
+            if (without := (weights != 0) & (sets.counts == 0)).any():
+                at = int(without.argmax())
+                raise DataError(
+                    f"{describe(row, number)}: teacher_topk[{at}] has no ids, but token {row.ids[at]} there is trained "
+                    f"with weight {weights[at]:g}; give the teacher's ids, or loss_weights of 0"
+                )
+            mass = np.bincount(sets.places, np.exp(sets.logprobs), len(sets))
+            if mass.max(initial=0) > MOST_MASS:
+                at = int(mass.argmax())
+                raise DataError(
+                    f"{describe(row, number)}: the probabilities of teacher_topk[{at}] sum to {mass[at]:.6g}, more "
+                    "than 1; give log-probabilities over the whole vocabulary, not logits"
+                )
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        lengths = [len(row) for row in facts.trajectories]
+        places = np.delete(np.arange(sum(lengths)), np.cumsum([0, *lengths])[:-1][np.array(lengths, int) > 0])
+        sets = IdSets.joined([row.teacher_topk for row in facts.trajectories], lengths)
+        sets = sets.select(places if facts.used is None else places[facts.used])
+        now, shares = facts.id_logprobs, facts.shares(self.reduction)
+        if now is None or len(now) != len(sets.ids):
+            given = None if now is None else len(now)
+            raise ValueError(f"id_logprobs are {given} for {len(sets.ids)} ids of teacher_topk; give one for each")
+        assert sets.logprobs is not None
+        of, eps = on_device(sets.places, now.device), torch.finfo(now.dtype).eps
+
+        def with_rest(log_p: Tensor) -> tuple[Tensor, Tensor]:
+            """Log-probabilities of the ids and, after them, of each prediction's rest; and the ids' masses."""
+            mass = log_p.new_zeros(len(logprobs)).index_add(0, of, log_p.exp())
+            return torch.cat([log_p, (-mass.clamp(max=1 - eps)).log1p()]), mass
+
+        # In float64: the rest is a difference of nearly equal numbers.
+        teacher, teacher_mass = with_rest(on_device(sets.logprobs, now.device, torch.float64))
+        student, student_mass = with_rest(now.double())
+        if self.divergence == "jensen_shannon":
+            mean = torch.logaddexp(teacher, student) - math.log(2)
+            terms = 0.5 * (teacher.exp() * (teacher - mean) + student.exp() * (student - mean))
+        else:
+            p, q = (teacher, student) if self.divergence == "forward" else (student, teacher)
+            terms = p.exp() * (p - q)
+        loss = (terms[len(of) :].index_add(0, of, terms[: len(of)])).to(logprobs.dtype)
+        watched = {"divergence": loss, "nll": -logprobs, "teacher_mass": teacher_mass, "student_mass": student_mass}
+        return (shares * loss).sum(), weighted_means({k: x.to(loss.dtype) for k, x in watched.items()}, shares)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss(Loss):
     """A critic's loss: PPO's clipped value loss, max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2.
 
@@ -185,7 +260,7 @@ class ValueLoss(Loss):
         return 0.5 * (shares * error).sum(), weighted_means(watched, shares)
 
 
-sft, distill, value = SFTLoss, DistillLoss, ValueLoss
+sft, distill, distill_topk, value = SFTLoss, DistillLoss, TopKDistillLoss, ValueLoss
 
 # ---- policy losses
 
@@ -541,6 +616,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "gspo": gspo,
     "dpo": dpo,
     "distill": distill,
+    "distill_topk": distill_topk,
 }
 """Losses on a language-model head by their command-line names."""
 

@@ -10,7 +10,6 @@ from treetrain.core.engine.memory import may_pass
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import causal_lm, is_checkpointed, model_device
 from treetrain.core.planning.cost import Beside
-from treetrain.core.tree.images import SIZES, Image
 from treetrain.layers.images.encoders import (
     attention_of,
     encode_images,
@@ -20,6 +19,7 @@ from treetrain.layers.images.encoders import (
     joined_images,
     own_attention,
 )
+from treetrain.layers.images.image_rows import SIZES, Image
 from treetrain.models.costs import CPU, tallied, without_data
 from treetrain.models.meters import Meter
 

@@ -37,7 +37,7 @@ from treetrain.core.planning.make import within_bytes
 from treetrain.core.planning.partition import partition
 from treetrain.core.planning.plan import Bytes, Costs, Passes, Plan, Purpose, depth_first
 from treetrain.core.tree.layout import PackedLayout
-from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.token_tree import TokenTree
 from treetrain.parallel.balance import Balancer
 
 Kind = Literal["prefill", "forward", "backward"]
@@ -249,7 +249,7 @@ def _in_ranges(
             continue
         range_of_row = divided.rank_of
         shares = tree.num_tokens < tree.num_flat_tokens  # rows of the linear baseline stay apart
-        apart = build_tree(list(tree.trajectories), merge=shares, apart=range_of_row)
+        apart = tree.rebuilt(merge=shares, apart=range_of_row)
         layout = lay_out(apart)
         # A token belongs to one range, so that of the first row through it is its own.
         rows = np.argsort(apart.trajectory_last, kind="stable")

@@ -203,7 +203,7 @@ class GroupSharing(Sharing):
         if ranks.data_size > 1:
             # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
             if loss.scope == "batch" or (normaliser is None and isinstance(loss, UserLoss)):
-                sent = [row.replace(images=None) if row.images else row for row in rows]  # no loss reads pixels
+                sent = [row.for_losses() for row in rows]
             else:
                 loss.check(rows)
                 weight = loss.total_weight(rows) if normaliser is None else 0.0

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Integer, Shaped
+from jaxtyping import Bool, Float, Integer, Shaped
 from torch import Tensor, nn
 
 from treetrain.core.errors import DataError, expect
-from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES, Image, places_of_images, split_images
 from treetrain.core.tree.token_tree import TokenTree, build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.images.image_rows import IMAGE_INPUTS, IMAGE_TYPES, Image, places_of_images, split_images
+from treetrain.layers.trajectory import Trajectory
 
 ModelInputs = dict[str, Any]
 """The keyword arguments of a call of the model's forward: tensors, and options of other types."""
@@ -206,6 +206,21 @@ class Rows(NamedTuple):
     """The images of each row; empty for a batch of text."""
     image_token: int | None = None
     """The id that stands for images."""
+    asked: Sequence[Integer[np.ndarray, "_ k"]] = ()
+    """Ids whose log-probabilities are asked for at each prediction, -1 for none; empty if there are none."""
+
+    def asking(self, ids: Integer[Tensor, "B _ k"]) -> "Rows":
+        """The rows with ids that are given in the shape of `wanted`."""
+        flat = ids.detach().cpu().numpy().reshape(-1, ids.shape[-1])
+        return self._replace(asked=[flat[places] for places in self.places])
+
+    def at_ids(self, rows: Sequence[Float[Tensor, " _"]]) -> Float[Tensor, "B _ k"]:
+        """Log-probabilities of the asked ids, row by row, in the shape in which the ids were given; 0 at -1."""
+        width, flat = self.asked[0].shape[-1], torch.cat([*rows])
+        at = [(places[:, None] * width + np.arange(width))[ids != -1] for places, ids in zip(self.places, self.asked)]
+        index = torch.from_numpy(np.concatenate(at)).to(flat.device)
+        placed = flat.new_zeros(self.wanted.numel() * width).index_copy(0, index, flat)
+        return placed.view(*self.wanted.shape, width).to(self.wanted.device)
 
     def batch(self, rows: Sequence[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted; or rewards, one below another."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.hf.capability import causal_lm
-from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
+from treetrain.layers.images.image_rows import IMAGE_INPUTS, IMAGE_TYPES
 from treetrain.trainers.batches import TOKEN_TYPES, TREE_INDEX, ModelInputs
 
 KNOWN_ARGUMENTS = {
@@ -38,6 +38,7 @@ class Asks(Enum):
     """A loss of the user's own gets an output, which may still be asked for log-probabilities (`TreeOutput`)."""
     LOGPROBS = "tt.token_logprobs"
     """A tree answers it too."""
+    LOGPROBS_AT_IDS = "tt.token_logprobs with ids"
 
 
 class Call(NamedTuple):

@@ -29,11 +29,12 @@ from treetrain.check.sketch import gradients_as_they_come, sketch_size, sketched
 from treetrain.core.engine.engine_model import Sharing
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.hf.capability import causal_lm, model_device
-from treetrain.core.tree.images import IMAGE_INPUTS, IMAGE_TYPES
-from treetrain.core.tree.trajectory import Trajectory, common_prefix
+from treetrain.core.tree.trajectory import common_prefix
 from treetrain.engine import TreeEngine
 from treetrain.kernels.checks import relative_error
 from treetrain.layers.images.encoders import image_encoder, joined_images, reads_token_types
+from treetrain.layers.images.image_rows import IMAGE_INPUTS, IMAGE_TYPES
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.columns import sorted_by_prefix
 from treetrain.models.work import linear_work
 from treetrain.parallel.process_group import compute_dtype

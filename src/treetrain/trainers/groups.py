@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treetrain.core.errors import DataError, expect
 from treetrain.core.tree.token_tree import TokenTree, as_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.columns import Int64s, RowColumns
 from treetrain.logs.groups import RowNumbers, batches_of_pass, cut_evenly, group_rows, make_groups
 from treetrain.models.costs import cost_if_countable

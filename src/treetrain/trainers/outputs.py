@@ -306,7 +306,7 @@ class RewardsOutput(Output):
 
 @dataclass(frozen=True)
 class TokensOutput(Output):
-    """Log-probabilities of labels, and entropies, for `treetrain.token_logprobs` in any trainer's loss."""
+    """Log-probabilities of labels and of given ids, and entropies, for `treetrain.token_logprobs` in any loss."""
 
     entropy: bool = False
     balances = False
@@ -315,11 +315,13 @@ class TokensOutput(Output):
         return ((True, Asks.LOGPROBS),)
 
     def score(self, engine: TreeEngine, scores: "TreeScores") -> "Scored":
-        return engine.score(scores.tree, mask=scores.masks, entropies=self.entropy)
+        asked = [ids for rows in scores.batches for ids in rows.asked]
+        return engine.score(scores.tree, mask=scores.masks, entropies=self.entropy, ids=asked or None)
 
-    def answer(self, answer: Answer) -> tuple[Tensor, Tensor | None]:
-        logprobs, entropies = answer.keep(answer.scores), answer.batch(answer.scored.entropies)
-        return logprobs, None if entropies is None else answer.keep(entropies)
+    def answer(self, answer: Answer) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        scored, entropies = answer.scored, answer.batch(answer.scored.entropies)
+        of_ids = None if scored.id_logprobs is None else answer.asked.rows.at_ids(scored.id_logprobs[answer.own])
+        return answer.keep(answer.scores), *(None if x is None else answer.keep(x) for x in (entropies, of_ids))
 
     def plain(self, forward: Callable[..., Any], batch: ModelInputs) -> Compared:
         logits = forward(**{name: value for name, value in batch.items() if name != "labels"}).logits
@@ -413,11 +415,11 @@ class TreeOutput:
         return self._plain
 
     def token_logprobs(
-        self, labels: Tensor | None, temperature: float, *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the labels' tokens, and entropies; see `treetrain.token_logprobs`."""
+        self, labels: Tensor | None, temperature: float, *, entropy: bool, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities of the labels' tokens, entropies, and those at ids; see `treetrain.token_logprobs`."""
         inputs = self._inputs | {"labels": labels}
-        return self._forward.answers.token_logprobs(self._forward, inputs, temperature, entropy=entropy)
+        return self._forward.answers.token_logprobs(self._forward, inputs, temperature, entropy=entropy, ids=ids)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not _is_in_outputs(name):  # such as "dtype", which accelerate asks for

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from treetrain.core.errors import shortened
 from treetrain.core.hf.capability import causal_lm
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.records import Json
 
 SETTINGS = (

@@ -323,14 +323,15 @@ class PrefixSharing:
         return plain(*args, **kwargs)
 
     def token_logprobs(
-        self, forward: TreeForward, inputs: ModelInputs, temperature: float, *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, forward: TreeForward, inputs: ModelInputs, temperature: float, *, entropy: bool, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Answer `treetrain.token_logprobs` for a batch from a tree."""
         output = TokensOutput(temperature, entropy)
         ranks = self._engine_for(forward.module, output).sharing.passes_with
         with ranks.together("the model's call"):
-            agreed(ranks, Asks.LOGPROBS)
-            question = Question(forward, output, inputs, output.rows(inputs, forward.module))
+            agreed(ranks, Asks.LOGPROBS if ids is None else Asks.LOGPROBS_AT_IDS)
+            rows = output.rows(inputs, forward.module)
+            question = Question(forward, output, inputs, rows if ids is None else rows.asking(ids))
         return self._from_tree(question)
 
     def _from_tree(self, question: Question) -> Any:
@@ -354,6 +355,7 @@ class PrefixSharing:
         # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.
         hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
         alone = balanced or (not engine.sharing.collective and (hooked or bool(users_hooks(model))))
+        alone = alone or bool(question.rows.asked)  # those of the next micro-batches are not known
         if training:
             self.settle(everything=False, last=False)  # several trees in a micro-batch would be alive at once
         ask = Ask.of(model, output, engine.prepared.device.type)

@@ -46,6 +46,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    ids: Integer[Tensor, "B _ k"] | None = None,
 ) -> Any:
     """Log-probabilities of the tokens of a batch, aligned with it, for a loss of your own; differentiable.
 
@@ -63,14 +64,17 @@ def token_logprobs(
             is predicted. Entries that no model reads, such as advantages, are ignored. For outputs: the labels alone.
         temperature: divides the logits before the softmax: the one that the rows were sampled with, in a policy loss.
         return_entropy: also give the entropies of the distributions that the tokens were drawn from.
+        ids: [B, L - 1, k], further ids of every prediction whose log-probabilities are also given, such as those that a
+            teacher finds most likely; -1 for none.
 
     Returns:
         [B, L - 1], in nats, float32 or wider. Column t belongs to the token in column t + 1; it is 0 where nothing is
-        predicted. With ``return_entropy`` a pair of such tensors. The routers' auxiliary loss is not part of them.
+        predicted. With ``return_entropy`` or ``ids`` a tuple: then such a tensor of entropies, and [B, L - 1, k] at the
+        ids, 0 where there is none. The routers' auxiliary loss is not part of them.
 
     Raises:
         DataError: a label that is not the token, or that would be predicted from padding or another row; a mask or
-            positions that do not describe rows.
+            positions that do not describe rows; ids of another shape, outside the vocabulary, or twice at a prediction.
         UnsupportedModel: no head is found, or the model changes its logits in an unknown way after the head; with
             `share_prefixes`, the model would not be exact on a tree.
         ValueError: a temperature that is not above 0; an entry of the batch that the model reads and that is not known
@@ -81,21 +85,47 @@ def token_logprobs(
         if not (isinstance(inputs, Tensor) and inputs.dim() == 2):
             raise TypeError("with the outputs of a model, give the labels, a tensor [B, L]; with a model, the batch")
         if isinstance(model, TreeOutput):
-            scores = model.token_logprobs(inputs, temperature, entropy=return_entropy)
+            _check_ids(ids, inputs, model._forward.module)
+            scores = model.token_logprobs(inputs, temperature, entropy=return_entropy, ids=ids)
         else:
-            scores = _from_logits(model.logits, inputs, temperature, entropy=return_entropy)
+            _check_ids(ids, inputs, model.logits.shape[-1])
+            scores = _from_logits(model.logits, inputs, temperature, entropy=return_entropy, ids=ids)
     else:
         if not isinstance(inputs, Mapping):
             raise TypeError(f"inputs is a {type(inputs).__name__}; give the batch, a dictionary with input_ids")
         inner = extract_model_from_parallel(model)
         batch = _arguments(inner, inputs)
+        _check_ids(ids, batch["input_ids"], inner)
         forward = tree_forward(inner)
         if forward is None:
-            scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy)
+            scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy, ids=ids)
         else:
-            scores = forward.answers.token_logprobs(forward, batch, temperature, entropy=return_entropy)
-    logprobs, entropies = scores
-    return (logprobs, entropies) if return_entropy else logprobs
+            scores = forward.answers.token_logprobs(forward, batch, temperature, entropy=return_entropy, ids=ids)
+    given = tuple(x for x in scores if x is not None)
+    return given if len(given) > 1 else given[0]
+
+
+def _check_ids(ids: object, tokens: Tensor, model: nn.Module | int) -> None:
+    """Raise DataError unless these are ids for the predictions of a batch; `model`: or the size of its vocabulary."""
+    if ids is None:
+        return
+    shape = [tokens.shape[0], tokens.shape[1] - 1]
+    if not isinstance(ids, Tensor) or ids.dim() != 3 or [*ids.shape[:2]] != shape or ids.is_floating_point():
+        given = f"a {ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise DataError(f"ids is {given}; give whole numbers [{shape[0]}, {shape[1]}, k], one set for each prediction")
+    if isinstance(model, nn.Module):
+        lm = causal_lm(model)
+        model = vocabulary_of(lm, text_config_of(lm.config))
+    ordered = ids.sort(-1).values
+    twice = torch.zeros_like(ids, dtype=torch.bool)
+    twice[..., 1:] = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
+    for wrong, values, what in (
+        ((ids < -1) | (ids >= model), ids, f"is outside the vocabulary of {model}; give ids from 0, and -1 for none"),
+        (twice, ordered, "is there twice; give every id once"),
+    ):
+        if wrong.any():
+            row, column, place = wrong.nonzero()[0].tolist()
+            raise DataError(f"ids[{row}, {column}]: {int(values[row, column, place])} {what}")
 
 
 def _arguments(model: nn.Module, inputs: Mapping[str, object]) -> ModelInputs:
@@ -121,8 +151,8 @@ def _arguments(model: nn.Module, inputs: Mapping[str, object]) -> ModelInputs:
 
 
 def _from_plain_model(
-    model: nn.Module, inner: nn.Module, batch: ModelInputs, temperature: float, *, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+    model: nn.Module, inner: nn.Module, batch: ModelInputs, temperature: float, *, entropy: bool, ids: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores from the model's own forward, whose head scores the wanted predictions in the place of logits.
 
     Args:
@@ -131,8 +161,10 @@ def _from_plain_model(
     """
     rows = rows_of(batch, model=inner)
     batch, predicted = _padded_on_the_right(batch, rows)
-    ids, wanted = batch["input_ids"], rows.wanted.to(batch["input_ids"].device)
-    capabilities, edges, seen = _head_capabilities(inner), _edges(ids, predicted), []
+    tokens = batch["input_ids"]
+    wanted, capabilities, seen = rows.wanted.to(tokens.device), _head_capabilities(inner), []
+    asked = None if ids is None else ids.to(tokens.device)
+    edges = _edges(tokens, predicted, None if asked is None else asked[wanted])
     # Every process must reach all weights, also one that predicts nothing.
     request = ScoreRequest(
         temperature=temperature,
@@ -153,7 +185,7 @@ def _from_plain_model(
     scores = calls[0].scores
     # The wrapper's own nodes are behind its output.
     scores = replace(scores, logprobs=scores.logprobs + zero_of(outputs.logits).to(scores.logprobs.dtype))
-    return _placed(scores, wanted)
+    return _placed(scores, wanted, asked)
 
 
 def _padded_on_the_right(batch: ModelInputs, rows: Rows) -> tuple[ModelInputs, Bool[Tensor, "K _"]]:
@@ -181,33 +213,53 @@ def _padded_on_the_right(batch: ModelInputs, rows: Rows) -> tuple[ModelInputs, B
     return others | columns, wanted
 
 
-def _from_logits(logits: Tensor, labels: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _from_logits(
+    logits: Tensor, labels: Tensor, temperature: float, *, entropy: bool, ids: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores from logits [B, L, V] that exist already."""
     wanted = labels[:, 1:] != IGNORED
     request, same = ScoreRequest(temperature=temperature, need_entropy=entropy), nn.Identity()
-    rows, edges = logits.flatten(0, 1), _edges(labels, wanted)
-    return _placed(score_edges(rows, same, same, edges, request, fused=False, vocab_size=logits.shape[-1]), wanted)
+    asked = None if ids is None else ids.to(logits.device)
+    rows, edges = logits.flatten(0, 1), _edges(labels, wanted, None if asked is None else asked[wanted])
+    scores = score_edges(rows, same, same, edges, request, fused=False, vocab_size=logits.shape[-1])
+    return _placed(scores, wanted, asked)
 
 
-def _edges(tokens: Integer[Tensor, "B L"], wanted: Bool[Tensor, "B _"]) -> Edges:
-    """The wanted predictions, each by a state of its own; `tokens` holds those that they predict."""
+def _edges(
+    tokens: Integer[Tensor, "B L"], wanted: Bool[Tensor, "B _"], asked: Integer[Tensor, "T k"] | None = None
+) -> Edges:
+    """The wanted predictions, each by a state of its own, and the further ids of each (-1 for none).
+
+    Args:
+        tokens: those that are predicted.
+    """
     row, column = wanted.nonzero(as_tuple=True)
-    count = len(row)
-    return Edges(
-        rows=row * tokens.shape[1] + column,
-        edge_row=torch.arange(count, device=tokens.device),
-        targets=tokens[:, 1:][wanted],
-        host_edge_row=np.arange(count),
-    )
+    targets = tokens[:, 1:][wanted][:, None]
+    if asked is not None:
+        targets = torch.cat([targets, asked.to(targets.dtype)], dim=1)
+    there = targets != -1
+    there[:, 0] = True
+    edge_row = there.nonzero(as_tuple=True)[0]
+    host = np.arange(len(row)) if asked is None else edge_row.cpu().numpy()
+    return Edges(rows=row * tokens.shape[1] + column, edge_row=edge_row, targets=targets[there], host_edge_row=host)
 
 
-def _placed(scores: Scores, wanted: Bool[Tensor, "B _"]) -> tuple[Tensor, Tensor | None]:
-    """Scores of the wanted predictions in their places."""
+def _placed(
+    scores: Scores, wanted: Bool[Tensor, "B _"], asked: Integer[Tensor, "B _ k"] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores of the wanted predictions and of their further ids in their places."""
 
-    def place(values: Float[Tensor, " E"]) -> Float[Tensor, "B _"]:
-        return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
+    def place(values: Float[Tensor, " n"], at: Bool[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+        return values.new_zeros(at.shape).masked_scatter(at, values)
 
-    return place(scores.logprobs), None if scores.entropies is None else place(scores.entropies)
+    logprobs, of_ids = scores.logprobs, None
+    if asked is not None:
+        all_of = torch.cat([wanted[..., None], wanted[..., None] & (asked != -1)], dim=-1)
+        placed = place(logprobs, all_of)
+        placed, of_ids = placed[..., 0], placed[..., 1:]
+    else:
+        placed = place(logprobs, wanted)
+    return placed, None if scores.entropies is None else place(scores.entropies, wanted), of_ids
 
 
 def _head_capabilities(model: nn.Module) -> Capabilities:

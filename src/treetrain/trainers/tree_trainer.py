@@ -49,9 +49,10 @@ from treetrain.core.losses.facts import Facts, Metrics, add_metrics, describe, m
 from treetrain.core.losses.protocol import Loss, LossProtocol, StepResult, as_loss, summed
 from treetrain.core.planning.make import PART_TOKENS
 from treetrain.core.tree.token_tree import as_tree
-from treetrain.core.tree.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.core.tree.trajectory import PER_TOKEN_FACTS
 from treetrain.engine import TreeEngine, loaded
 from treetrain.layers.experts.experts import RouterBalance
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.advantages import advantages_of_groups
 from treetrain.logs.columns import RowColumns
 from treetrain.logs.once import count_once

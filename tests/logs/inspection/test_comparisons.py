@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.groups import TOKENS_PER_STEP
 from treetrain.logs.inspection.report import Shape, inspect_rows, linear_flops, sharing_in_batches
 from treetrain.models.work import linear_work, tree_stats, tree_work

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.alignment import RUN
 from treetrain.logs.inspection.causes import CAUSES
 from treetrain.logs.inspection.diagnosis import diagnose

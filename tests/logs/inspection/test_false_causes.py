@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.diagnosis import diagnose
 from treetrain.logs.load import load
 from treetrain.models.loading import load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from support.browser import look, needs_browser
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.one_row import runs_of
 from treetrain.logs.inspection.page import write_page
 from treetrain.logs.inspection.page_rows import BYTES, page_rows

@@ -9,7 +9,7 @@ import pytest
 
 from support.browser import look, needs_browser
 from treetrain.core.tree.token_tree import build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.page import PAGE_BYTES, charts, write_page
 from treetrain.logs.inspection.picture import KINDS, draw
 from treetrain.logs.inspection.report import Shape, inspect_rows

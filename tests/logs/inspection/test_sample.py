@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.sample import Sampler
 
 

@@ -40,7 +40,8 @@ from treetrain.core.planning.make import PART_TOKENS, Bytes, parse_budget
 from treetrain.core.planning.partition import whole_trees
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout, pack, pack_states
-from treetrain.core.tree.token_tree import Row, TokenTree, as_tree, build_tree
+from treetrain.core.tree.token_ids import IdSets
+from treetrain.core.tree.token_tree import Row, TokenTree, as_tree
 from treetrain.core.tree.trajectory import Trajectory
 
 WORTH_A_LOOK = 1.05
@@ -68,6 +69,19 @@ def checked_temperature(value: float) -> float:
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or not 0 < float(value) < float("inf"):
         raise ValueError(f"temperature={value!r}: it divides the logits, so it must be above 0 and finite")
     return float(value)
+
+
+def id_sets_of(tree: TokenTree, ids: Sequence[object]) -> list[IdSets | None]:
+    """Ids that are given for the predictions of each row, as sets for its tokens. Raises DataError."""
+    if len(ids) != tree.num_trajectories:
+        raise DataError(
+            f"ids has {len(ids)} rows, the batch {tree.num_trajectories}; give one for each, None for no ids"
+        )
+    sets: list[IdSets | None] = []
+    for number, (row, length) in enumerate(zip(ids, tree.trajectory_length.tolist())):
+        found = None if row is None else IdSets.of(row, f"ids[{number}]", max(length - 1, 0))
+        sets.append(None if found is None else IdSets(np.append(0, found.starts)[: length + 1], found.ids))
+    return sets
 
 
 class TreeEngine:
@@ -276,6 +290,8 @@ class TreeEngine:
         self.sharing.check_hooks(self.prepared.parameters)
         self._check_device()
         tree = self.tree_of(trajectories)
+        if "id_logprobs" in loss.needs:
+            tree = replace(tree, asked=[row.teacher_topk for row in tree.trajectories])
         self._before_plan(call, tree)
         predicted = predictions_of(tree, mask)
         rows, weight = self.sharing.rows_of_all_ranks(call, type(self).__name__, tree.trajectories, loss, normaliser)
@@ -319,8 +335,8 @@ class TreeEngine:
         """Raise DataError for rows that the model cannot read; note what they need besides the parts of a plan."""
         features = call.registry.features
         check_batch(tree, call.capabilities)
-        for name in ("experts", "images"):
-            if getattr(tree, name) is not None and not any(name in feature.takes for feature in features):
+        for name in tree.special:
+            if not any(name in feature.takes for feature in features):
                 raise UnsupportedModel(f"rows have {name}, which this engine does not know; take treetrain.TreeEngine")
         for feature in features:
             feature.check_rows(call, tree)
@@ -364,7 +380,7 @@ class TreeEngine:
         # Where rows share much, sharing wins; looking at a second plan would only take time.
         if int(tree.trained_edges()[1].sum()) > WORTH_A_LOOK * plan.layout.num_tokens:
             return tree, plan
-        rows = build_tree(tree.trajectories, merge=False)
+        rows = tree.rebuilt(merge=False)
         layout = pack(rows, rows.trained_edges()[0] > 0)
         if budget is not None and int(layout.positions.max(initial=0)) >= budget:
             return tree, plan  # a row that does not fit as a whole has to be cut, as in the tree
@@ -420,7 +436,7 @@ class TreeEngine:
             Executor(plan, first, gradients=False).score()
             added.settle()
         facts = coefficients = None
-        if has_passes and "entropies" not in loss.needs:
+        if has_passes and "entropies" not in loss.needs and batch.kept is None:
             facts = batch.facts(table.logprobs)
             coefficients = loss.coefficients(facts)
         # A loss that is linear in the log-probabilities has gradients before any pass: the head makes its own in the
@@ -456,6 +472,7 @@ class TreeEngine:
         rewards: bool = False,
         statistics: bool = False,
         mask: Mask | None = None,
+        ids: Sequence[object] | None = None,
         images: Sequence[Mapping[str, object] | None] | None = None,
     ) -> Scored:
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
@@ -472,11 +489,13 @@ class TreeEngine:
             statistics: also give statistics for logs, without gradient: is_top1, mean_logits, log_sum_sq_probs.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
                 no gradient. None computes all.
+            ids: for each row further ids of every prediction, whose log-probabilities `Scored.id_logprobs` has: L_k - 1
+                lists, None for none, or an array [L_k - 1, k] filled up with -1. None for a row asks for none.
             images: for each row the ``images`` of `Trajectory`, or None.
 
         Raises:
             DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape,
-                images that do not fit their rows.
+                ids that are no such lists, images that do not fit their rows.
             UnsupportedModel: see the class; values or rewards of a model that has no head for them.
         """
         if images is not None:
@@ -492,6 +511,7 @@ class TreeEngine:
             entropies=entropies,
             statistics=statistics,
             mask=mask,
+            ids=ids,
         )
 
     def _with_images(
@@ -510,6 +530,7 @@ class TreeEngine:
         entropies: bool = False,
         statistics: bool = False,
         mask: Mask | None = None,
+        ids: Sequence[object] | None = None,
     ) -> Scored:
         """Run the batch as a tree; see `score`.
 
@@ -528,6 +549,8 @@ class TreeEngine:
                 self.sharing.check_hooks(self.prepared.parameters)
             self._check_device()
             tree = self.tree_of(rows)
+            if ids is not None:
+                tree = replace(tree, asked=id_sets_of(tree, ids))
             self._before_plan(call, tree)
             reads: Batch | States
             if values == "rewards":

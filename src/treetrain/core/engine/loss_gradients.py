@@ -26,7 +26,8 @@ from treetrain.core.head.lm_head import Scores, Statistics
 from treetrain.core.hf.capability import Capabilities
 from treetrain.core.losses.facts import Facts, Metrics, add_metrics, describe, split_by_trajectory
 from treetrain.core.losses.protocol import Loss
-from treetrain.core.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges
+from treetrain.core.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges, set_reads
+from treetrain.core.tree.token_ids import IdSets
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.core.tree.trajectory import Trajectory
 
@@ -38,21 +39,77 @@ Mask = Sequence[ArrayLike | Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """Some rows, and the T predictions of theirs that are computed."""
+    """Some rows, and the T predictions of theirs that are computed.
+
+    Beside its token, a prediction may read the ids of two sets: those that a sampler kept, m in all, and those that
+    were asked for, n in all.
+    """
 
     rows: Sequence[Trajectory]
     used: Bool[np.ndarray, " _"]
     """Which of the rows' predictions are computed."""
-    edges: Int64[np.ndarray, " T"]
-    """The edge that each prediction reads."""
+    edges: Int64[np.ndarray, " reads"]
+    """The edge that each prediction reads; then the m of kept ids, and the n of asked ones."""
     edge_rows: Int64[np.ndarray, " T"]
     """The row of the layout that makes it."""
+    kept: IdSets | None = None
+    """For each prediction the ids that the sampler kept, its own token first."""
+    asked: IdSets | None = None
+    """For each prediction the ids whose log-probabilities are asked for."""
 
     def facts(self, like: Tensor) -> Facts:
         """Facts of the predictions that a loss reads, in the dtype and on the device of their log-probabilities."""
         return Facts(self.rows, device=like.device, dtype=like.dtype, used=self.used)
 
-    def at_edges(self, per_edge: Shaped[Tensor, " E"]) -> Shaped[Tensor, " T"]:
+    def scores(
+        self, reads: Float[Tensor, " reads"], entropies: Float[Tensor, " T"] | None
+    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"] | None, Float[Tensor, " n"] | None]:
+        """Log-probabilities and entropies of predictions, over the kept ids where there are some, and log-probabilities
+        of asked ids; differentiable.
+
+        Args:
+            reads: log-probabilities at `edges`.
+        """
+        count = len(self.edge_rows)
+        logprobs, asked = reads[:count], None if self.asked is None else reads[len(reads) - len(self.asked.ids) :]
+        if self.kept is None:
+            return logprobs, entropies, asked
+        device, sizes = reads.device, self.kept.counts
+        of, has = on_device(self.kept.places, device), on_device(sizes > 0, device)
+        own = np.zeros(len(self.kept.ids), bool)
+        own[self.kept.starts[:-1][sizes > 0]] = True
+        above = reads[count : count + len(own)] - logprobs[of]
+        # Minus log-sum-exp of all over the token's own, whose share is 1: a token that is all but certain keeps its
+        # digits. The sum is taken from the highest, m, so that nothing overflows.
+        others = above.masked_fill(on_device(own, device), -torch.inf)
+        m = torch.zeros_like(logprobs).scatter_reduce(0, of, others.detach(), "amax")
+        rest = torch.zeros_like(logprobs).index_add(0, of, (others - m[of]).exp())
+        over_kept = -(m + (torch.expm1(-m) + rest).log1p())
+        if entropies is not None:
+            log_p = above + over_kept[of]
+            entropies = torch.where(has, torch.zeros_like(entropies).index_add(0, of, -log_p.exp() * log_p), entropies)
+        return torch.where(has, over_kept, logprobs), entropies, asked
+
+    def pull_back(
+        self, table: "ScoreTable", logprobs: Tensor, entropies: Tensor | None, asked: Tensor | None = None
+    ) -> tuple[Float[Tensor, " E"], Float[Tensor, " R"] | None]:
+        """Gradients by edge and by row, from those by the results of `scores`."""
+        of_rows = None if table.entropies is None else entropies
+        if self.kept is not None or self.asked is not None:
+            given = [self.at_edges(table.logprobs).requires_grad_()]
+            if table.entropies is not None and of_rows is not None:
+                given.append(self.at_rows(table.entropies).requires_grad_())
+            with torch.enable_grad():
+                scores = self.scores(given[0], given[1] if of_rows is not None else None)
+            pairs = [(x, g) for x, g in zip(scores, (logprobs, of_rows, asked)) if x is not None and g is not None]
+            grads = torch.autograd.grad([x for x, _ in pairs], given, [g.to(x.dtype) for x, g in pairs])
+            logprobs, of_rows = grads[0], None if of_rows is None else grads[1]
+        of_edges = sum_by_place(table.logprobs, self.edges, logprobs)
+        if table.entropies is None or of_rows is None:
+            return of_edges, None
+        return of_edges, sum_by_place(table.entropies, self.edge_rows, of_rows)
+
+    def at_edges(self, per_edge: Shaped[Tensor, " E"]) -> Shaped[Tensor, " reads"]:
         return per_edge.index_select(0, on_device(self.edges, per_edge.device))
 
     def at_rows(self, per_row: Float[Tensor, " R *c"]) -> Float[Tensor, " T *c"]:
@@ -69,6 +126,8 @@ class Batch(Selection):
 
     tree: TokenTree
     layout: PackedLayout
+    predicted: Int64[np.ndarray, " _"]
+    """The place of each prediction's token among the rows' concatenated tokens."""
     offsets: Int64[np.ndarray, " K_plus_1"]
     """Start of each row's entries in `used`."""
     starts: Int64[np.ndarray, " K_plus_1"]
@@ -101,12 +160,18 @@ class Batch(Selection):
             predicted[index[wanted]] = True  # a prediction that any row wants is computed once
         layout = pack(tree, predicted, trim=not every_token)  # a loss of the routers is over every token
         edges, places = flat_reads(tree, layout, wanted)
+        places_of = np.delete(np.arange(len(wanted)), firsts[:-1][tree.trajectory_length > 0])  # none predicts a first
+        used = wanted[places_of]
+        at = places_of[used]
+        sets = {name: every.select(at) for name, every in tree.id_sets.items()}
         offsets = np.concatenate([[0], np.cumsum(np.maximum(tree.trajectory_length - 1, 0))])
         return cls(
             rows=tree.trajectories,
-            used=np.delete(wanted, firsts[:-1][tree.trajectory_length > 0]),  # nothing predicts a first token
-            edges=edges,
+            used=used,
+            predicted=places_of,
+            edges=np.concatenate([edges, *(set_reads(tree, layout, x, at) for x in tree.id_sets.values())]),
             edge_rows=layout.edge_row_index[edges],
+            **sets,
             tree=tree,
             layout=layout,
             offsets=offsets,
@@ -126,11 +191,17 @@ class Batch(Selection):
     def select(self, numbers: Int64[np.ndarray, " k"]) -> Selection:
         reads = ranges(self.starts[numbers], np.diff(self.starts)[numbers])
         places = ranges(self.offsets[numbers], np.diff(self.offsets)[numbers])
+        edges, sets, start = [self.edges[reads]], {}, len(self.edge_rows)
+        for name, every in (("kept", self.kept), ("asked", self.asked)):
+            if every is not None:
+                edges.append(self.edges[start + every.entries(reads)])
+                sets[name], start = every.select(reads), start + len(every.ids)
         return Selection(
             rows=[self.rows[k] for k in numbers.tolist()],
             used=self.used[places],
-            edges=self.edges[reads],
+            edges=np.concatenate(edges),
             edge_rows=self.edge_rows[reads],
+            **sets,
         )
 
 
@@ -199,6 +270,16 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
             f"{name}: token id {tree.tokens[token]} at position {tree.depth[token]} is outside the "
             f"model's vocabulary of {capabilities.vocab_size}; use the tokenizer that belongs to the model."
         )
+    for name, sets in tree.id_sets.items():
+        if int(sets.ids.max(initial=0)) >= capabilities.vocab_size:
+            at, ends = int(sets.ids.argmax()), np.cumsum(tree.trajectory_length)
+            place = int(sets.places[at])
+            number = int(np.searchsorted(ends, place, side="right"))
+            raise DataError(
+                f"{describe(tree.trajectories[number], number)}: id {sets.ids[at]}, {name} at position "
+                f"{place - ends[number] + tree.trajectory_length[number]}, is outside the model's vocabulary of "
+                f"{capabilities.vocab_size}; use the tokenizer that belongs to the model."
+            )
     longest = int(tree.trajectory_length.max(initial=0))
     most = min(capabilities.max_positions or longest, capabilities.rotary_positions or longest)
     if longest > most:
@@ -394,7 +475,10 @@ def evaluate_gradients(
     with torch.enable_grad():
         given = rows.at_edges(logprobs).requires_grad_()
         entropies, values = (None if x is None else rows.at_rows(x).requires_grad_() for x in (entropies, values))
-        total, sums = loss.packed(given, entropies, rows.facts(given), values)
+        own, of_kept, asked = rows.scores(given, entropies)
+        facts = rows.facts(given)
+        facts.id_logprobs = asked
+        total, sums = loss.packed(own, of_kept, facts, values)
         scores = [given, entropies, values]  # leaf tensors: autograd stops at them
         present = [x for x in scores if x is not None]
         slopes: Sequence[Tensor | None] = [None] * len(present)

@@ -194,8 +194,8 @@ def run_batch_loss(
         The loss and its metrics; 0 and none on all ranks but the first.
     """
     ranks, table = scoring.call.sharing.ranks, scoring.forward()
-    own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
-    own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
+    entropies, values = (None if x is None else batch.at_rows(x) for x in (table.entropies, table.values))
+    own: list[Any] = [batch.used, *batch.scores(batch.at_edges(table.logprobs), entropies)[:2], values]
     of_ranks: list[Any] = [own]
     if ranks.data_size > 1:
         on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
@@ -211,10 +211,9 @@ def run_batch_loss(
     total, sums, gradients = evaluate_gradients(loss, normaliser, selection, logprobs, entropies, values)
     ranks.exchange(None)  # the loss may fail on one rank; the others would wait for it in the first backward
     before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
-    edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
+    edges, entropy, value = (None if x is None else x[before : before + len(batch.edge_rows)] for x in gradients)
     scoring.backward(
-        sum_by_place(table.logprobs, batch.edges, edges),
-        None if table.entropies is None or entropy is None else sum_by_place(table.entropies, batch.edge_rows, entropy),
+        *batch.pull_back(table, edges, entropy),
         None if table.values is None or value is None else sum_by_place(table.values, batch.edge_rows, value),
         scale,
         reduces,
@@ -243,6 +242,9 @@ class Scored:
     """K tensors [L_k - 1], in nats: entry t is the log-probability of token t + 1 of a trajectory."""
     entropies: tuple[Tensor, ...] | None
     """K tensors [L_k - 1], in nats: entropy of the distribution of token t + 1; None if not asked for."""
+    id_logprobs: tuple[Tensor, ...] | None
+    """K tensors [n_k], in nats: log-probabilities of all ids that were asked for, one prediction's after the other's;
+    None if there are none."""
     values: tuple[Tensor, ...] | None
     """K tensors [L_k - 1] or [L_k - 1, c]: value of the state before token t + 1; None if not asked for."""
     rewards: Float[Tensor, " K *c"] | None
@@ -281,7 +283,7 @@ class Scored:
         if self.model is not None:
             self.model.leave_out_changes()
         self.logprobs = ()
-        self.entropies = self.values = self.rewards = None
+        self.entropies = self.id_logprobs = self.values = self.rewards = None
         self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
         self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
         self.computed_tokens = scoring.layout.num_tokens
@@ -307,13 +309,20 @@ class Scored:
             return
 
         rows = reads.per_trajectory
-        self.logprobs = leaves("logprobs", rows(reads.at_edges(table.logprobs)))
-        if table.entropies is not None:
-            self.entropies = leaves("entropies", rows(reads.at_rows(table.entropies)))
+        of_rows = None if table.entropies is None else reads.at_rows(table.entropies)
+        logprobs, of_rows, of_ids = reads.scores(reads.at_edges(table.logprobs), of_rows)
+        self.logprobs = leaves("logprobs", rows(logprobs))
+        if of_rows is not None:
+            self.entropies = leaves("entropies", rows(of_rows))
+        if of_ids is not None:
+            every = tree.id_sets["asked"].select(reads.predicted)
+            self._computed_ids = on_device(every.entries(np.flatnonzero(reads.used)), table.device)
+            flat = of_ids.new_zeros(len(every.ids)).index_copy(0, self._computed_ids, of_ids)
+            self.id_logprobs = leaves("id_logprobs", flat.split(np.diff(every.starts[reads.offsets]).tolist()))
         if values:
             self.values = leaves("values", rows(reads.at_rows(table.values_or_zeros)))
         if table.statistics is not None:
-            self.is_top1 = tuple(rows(reads.at_edges(table.statistics.is_top1)))
+            self.is_top1 = tuple(rows(reads.at_edges(table.statistics.is_top1)[: len(reads.edge_rows)]))
             self.mean_logits = tuple(rows(reads.at_rows(table.statistics.mean_logits)))
             self.log_sum_sq_probs = tuple(rows(reads.at_rows(table.statistics.log_sum_sq_probs)))
 
@@ -345,7 +354,7 @@ class Scored:
     @property
     def leaves(self) -> list[Tensor]:
         """All tensors that a loss may be computed from: log-probabilities, entropies, values or rewards, loss."""
-        kinds = "logprobs", "entropies", "values", "aux_loss"
+        kinds = "logprobs", "entropies", "id_logprobs", "values", "aux_loss"
         return [leaf for kind in kinds for leaf in self._leaves.get(kind, ())]
 
     @property
@@ -441,21 +450,27 @@ class Scored:
         self._check_backward()
         table, reads = self._scoring.table, self._reads
 
-        def by_place(like: Tensor | None, kind: str, places: np.ndarray) -> Tensor | None:
+        def grads(kind: str, like: Tensor | None) -> Tensor | None:
             leaves = self._leaves.get(kind)
             if like is None or leaves is None:
                 return None
-            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-            flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in grads)])
-            if isinstance(reads, Batch):
+            given = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in given)])
+            if kind == "id_logprobs":
+                flat = flat.index_select(0, self._computed_ids)
+            elif isinstance(reads, Batch):
                 flat = flat.index_select(0, on_device(np.flatnonzero(reads.used), table.device))
-            return sum_by_place(like, places, flat)
+            return flat
+
+        values = grads("values", table.values)
+        places = reads.rows if isinstance(reads, States) else reads.edge_rows
+        values = None if table.values is None or values is None else sum_by_place(table.values, places, values)
 
         (aux_loss,) = self._leaves.get("aux_loss", (None,))
         aux = 0.0 if aux_loss is None or aux_loss.grad is None else aux_loss.grad
         if isinstance(reads, States):
-            return torch.zeros_like(table.logprobs), None, by_place(table.values, "values", reads.rows), aux
-        edges = by_place(table.logprobs, "logprobs", reads.edges)
-        assert edges is not None
-        rows = by_place(table.entropies, "entropies", reads.edge_rows)
-        return edges, rows, by_place(table.values, "values", reads.edge_rows), aux
+            return torch.zeros_like(table.logprobs), None, values, aux
+        logprobs = grads("logprobs", table.logprobs)
+        assert logprobs is not None
+        of_ids = grads("id_logprobs", table.logprobs)
+        return *reads.pull_back(table, logprobs, grads("entropies", table.entropies), of_ids), values, aux

@@ -88,6 +88,9 @@ class Facts:
         self.all_weighted = bool(self._weights.all())
         """Whether no prediction has weight 0; known without a device synchronisation."""
 
+    id_logprobs: Float[Tensor, " n"] | None = None
+    """The log-probabilities, now, of the ids of the rows' `teacher_topk` at the predictions; None unless needed."""
+
     def __len__(self) -> int:
         return self._weights.size
 
@@ -141,6 +144,7 @@ REMEDIES = {
     "policy loss",
     "rollout_logprobs": "give rollout_logprobs=... as the sampler recorded them, or set importance_cap=None",
     "teacher_logprobs": "give teacher_logprobs=..., the teacher's log-probabilities of the row's own tokens",
+    "teacher_topk": "give teacher_topk=(ids, logprobs), the teacher's most likely ids at each trained token",
     "values": "give values=..., the value estimates at sampling time",
     "returns": "give returns=..., computed from rewards and values",
     "pair": "give pair=... and chosen=True or False, or loss_weights=0 to keep the row as context",

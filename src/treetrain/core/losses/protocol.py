@@ -98,8 +98,8 @@ Scope = Literal["trajectory", "batch"]
 LossSum = tuple[Tensor, Metrics]
 """The unnormalised sum over some predictions, and metrics."""
 
-FACTS = (*GIVEN, "pair", "chosen")
-NEEDS = ("logprobs", "entropies", "predicted_values", *FACTS)
+FACTS = (*GIVEN, "pair", "chosen", "teacher_topk")
+NEEDS = ("logprobs", "entropies", "id_logprobs", "predicted_values", *FACTS)
 """Everything that a loss may need: scores of the model and facts of the rows."""
 
 
@@ -156,8 +156,8 @@ class Loss:
 
     scope: ClassVar[Scope] = "trajectory"
     needs: ClassVar[tuple[str, ...]] = ("logprobs",)
-    """Names of the scores ("logprobs", "entropies", "predicted_values") and of the facts of trained rows ("advantages",
-    "old_logprobs", ...) that the loss reads."""
+    """Names of the scores ("logprobs", "entropies", "predicted_values", "id_logprobs": those of the ids of
+    `teacher_topk`, which `Facts` has) and of the facts of trained rows ("advantages", ...) that the loss reads."""
     reads_untrained: ClassVar[bool] = False
     """Whether the loss must see predictions and rows without a loss weight."""
     by_prediction: ClassVar[bool] = False
@@ -270,7 +270,9 @@ class Loss:
             entropies, values = (None if x is None else torch.where(trained, x, 0) for x in (entropies, values))
         return self.evaluate(logprobs, entropies, facts, values)
 
-    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Any, Any]:
+    def __call__(
+        self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None, id_logprobs: Any = None
+    ) -> tuple[Any, Any]:
         """The unnormalised sum over one trajectory, or over K of them where the scope is "batch". See `packed`.
 
         Args:
@@ -278,6 +280,8 @@ class Loss:
             entropies: likewise, or None.
             trajectory: one, or K.
             values: likewise, for a loss that needs them.
+            id_logprobs: those of the ids of `teacher_topk` at these predictions, one after the other, for a loss that
+                needs them.
         """
         if self.scope == "trajectory":  # a batch of one row
             logprobs, entropies, values = (None if x is None else [x] for x in (logprobs, entropies, values))
@@ -294,6 +298,7 @@ class Loss:
 
         flat = joined(logprobs)
         facts = Facts(trajectory, device=flat.device, dtype=flat.dtype)
+        facts.id_logprobs = id_logprobs
         return self.packed(flat, joined(entropies), facts, joined(values))
 
 
@@ -412,6 +417,8 @@ def as_loss(loss: object, normaliser: float | None = None) -> Loss:
     unknown = [need for need in needs if need not in NEEDS]
     if unknown:
         raise TypeError(f"loss {name} needs {unknown[0]!r}; a loss may need {', '.join(NEEDS)}")
+    if "id_logprobs" in needs and not isinstance(loss, Loss):
+        raise TypeError(f"loss {name} needs id_logprobs: take TreeEngine.score(rows, ids=...), or derive it from Loss")
     if not isinstance(loss, Loss):
         _check_arguments(loss, name)
     if getattr(loss, "scope", "trajectory") not in ("trajectory", "batch"):

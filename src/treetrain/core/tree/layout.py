@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
+from treetrain.core.tree.token_ids import MAX_TOKEN_ID, IdSets
 from treetrain.core.tree.token_tree import Int64s, TokenTree, ranges, segments
 
 Bools = NDArray[np.bool_]
@@ -33,7 +34,7 @@ class PackedLayout:
     """Ascending: the position whose hidden state predicts the edge's token."""
     edge_targets: Int64[np.ndarray, " E"]
     edge_tokens: Int64[np.ndarray, " E"]
-    """Tree index of the predicted token."""
+    """Tree index of the predicted token; -1 for a further id that is scored (`TokenTree.id_sets`)."""
 
     @cached_property
     def _segments(self) -> tuple[Int64s, Int64s]:
@@ -104,7 +105,14 @@ def pack(tree: TokenTree, predicted: Bool[np.ndarray, " N"] | None = None, *, tr
     edges = np.flatnonzero(wanted)
     kept = needed_tokens(tree, edges) if trim else np.ones(tree.num_tokens, bool)
     new_index = np.concatenate([[0], np.cumsum(kept)])  # also maps subtree ends
-    edges = edges[np.argsort(tree.parent[edges], kind="stable")]  # by row; the edges of a fork stay in pre-order
+    rows, targets = tree.parent[edges], tree.tokens[edges].astype(np.int64)
+    if tree.id_sets:
+        own = rows << 32 | targets
+        pairs = [_pairs(tree, sets, np.flatnonzero(wanted[tree.paths()[1]])) for sets in tree.id_sets.values()]
+        more = np.setdiff1d(np.concatenate(pairs), own)  # each id once for each row
+        edges = np.concatenate([edges, np.full(len(more), -1)])
+        rows, targets = np.concatenate([rows, more >> 32]), np.concatenate([targets, more & MAX_TOKEN_ID])
+    order = np.argsort(rows, kind="stable")  # by row; the edges of a fork stay in pre-order
     keep = np.flatnonzero(kept)
     before = tree.parent[keep]
     return PackedLayout(
@@ -113,10 +121,23 @@ def pack(tree: TokenTree, predicted: Bool[np.ndarray, " N"] | None = None, *, tr
         parent=np.where(before >= 0, new_index[before], -1),
         ends=new_index[tree.end[keep]],
         tree_index=keep,
-        edge_rows=new_index[tree.parent[edges]],
-        edge_targets=tree.tokens[edges].astype(np.int64),
-        edge_tokens=edges,
+        edge_rows=new_index[rows[order]],
+        edge_targets=targets[order],
+        edge_tokens=edges[order],
     )
+
+
+def _pairs(tree: TokenTree, sets: IdSets, places: Int64s) -> Int64s:
+    """One number for each id at some places of the paths: that of the row that predicts there, and the id."""
+    index = tree.paths()[1][places]
+    return np.repeat(tree.parent[index], sets.counts[places]) << 32 | sets.ids[sets.entries(places)]
+
+
+def set_reads(tree: TokenTree, layout: PackedLayout, sets: IdSets, places: Int64s) -> Int64s:
+    """Find the edge that scores each id of a tree's sets at some places of the paths."""
+    known = layout.tree_index[layout.edge_rows] << 32 | layout.edge_targets
+    order = np.argsort(known, kind="stable")
+    return order[np.searchsorted(known[order], _pairs(tree, sets, places))]
 
 
 def pack_states(tree: TokenTree, wanted: Bool[np.ndarray, " N"] | None = None) -> PackedLayout:
@@ -190,7 +211,7 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " f
     trajectory = np.repeat(np.arange(tree.num_trajectories), tree.trajectory_length)[at]
     # Trajectory k has k trajectories before it, and the empty ones among them have no first token.
     empty_before = np.cumsum(tree.trajectory_length == 0)
-    edge_of = np.full(tree.num_tokens, -1, np.int64)
+    edge_of = np.full(tree.num_tokens + 1, -1, np.int64)  # the last entry serves further ids, -1
     edge_of[layout.edge_tokens] = np.arange(layout.num_edges)
     return edge_of[index[at]], at - 1 - trajectory + empty_before[trajectory]
 

@@ -7,19 +7,17 @@ rest of the row is one run of tokens, attached where the shared prefix ends. The
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int16, Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import MAX_TOKEN_ID, Trajectory, first_bool
-
-if TYPE_CHECKING:
-    from treetrain.core.tree.names import TreeImages
+from treetrain.core.tree.token_ids import MAX_TOKEN_ID, IdSets, first_bool
+from treetrain.core.tree.trajectory import Trajectory
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -60,10 +58,10 @@ class TokenTree:
     """Tokens of each trajectory."""
     rows: Sequence[Trajectory | None] = field(repr=False)
     """The K trajectories with their facts, None for a row given as ids only."""
-    experts: Int16[np.ndarray, "N layers k"] | None = field(default=None, repr=False)
-    """Recorded experts of each token, -1 where the router chooses; None if none were recorded."""
-    images: "TreeImages | None" = field(default=None, repr=False)
-    """The images of the rows; None for text."""
+    special: Mapping[str, object] = field(default_factory=dict, repr=False)
+    """What its tokens carry besides their ids, by name, such as "images"; see `SpecialTokens`."""
+    asked: Sequence[IdSets | None] | None = field(default=None, repr=False)
+    """For each trajectory, ids whose log-probabilities are wanted beside those of its tokens; None for none."""
 
     def __repr__(self) -> str:
         return (
@@ -96,6 +94,19 @@ class TokenTree:
         """The K trajectories with their facts."""
         ids = self.tokens
         return [Trajectory(ids[self.path(k)]) if row is None else row for k, row in enumerate(self.rows)]
+
+    @cached_property
+    def id_sets(self) -> dict[str, IdSets]:
+        """The ids that are scored beside tokens, over the concatenated trajectories: those `asked` for, and those that
+        samplers kept ("kept")."""
+        kept = [None if row is None else row.sampling_mask for row in self.rows]
+        given = {"kept": None if all(sets is None for sets in kept) else kept, "asked": self.asked}
+        lengths = self.trajectory_length.tolist()
+        return {name: IdSets.joined(sets, lengths) for name, sets in given.items() if sets is not None}
+
+    def rebuilt(self, *, merge: bool, apart: Int64[np.ndarray, " K"] | None = None) -> "TokenTree":
+        """The tree of the same trajectories, merged otherwise; see `build_tree`."""
+        return replace(build_tree(self.trajectories, merge=merge, apart=apart), asked=self.asked)
 
     def path(self, number: int) -> Int64[np.ndarray, " L_k"]:
         """Tree indices of one trajectory, from its first token to its last."""
@@ -218,15 +229,15 @@ def build_tree(
     Args:
         sequences: K rows, each a Trajectory or a list, 1-D integer array or tensor of token ids; duplicates, rows
             that are prefixes of other rows, empty rows and rows of one token are allowed.
-            Trajectories with different `key` share no token; tokens with different recorded `experts`, or of different
-            images, are not merged.
+            Trajectories with different `key` share no token; tokens that carry something else (recorded experts,
+            images) are not merged.
             One array [K, L] is refused, since padding would count as tokens: `from_padded` takes it with its mask.
         merge: False keeps every row as a separate tree, as in the linear baseline.
         apart: rows with different numbers (from 0) share no token.
 
     Raises:
-        DataError: an id that is negative, above int32 or not an integer; recorded experts of different shapes. The
-            message names the row (from 0).
+        DataError: an id that is negative, above int32 or not an integer; rows that carry what does not fit
+            together. The message names the row (from 0).
 
     Children are ordered heaviest first: more leaves, then more tokens, then the smaller row number.
     Time is about linear in the tokens of all rows (memcmp sort); memory is linear.
@@ -235,19 +246,11 @@ def build_tree(
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
     given = [row if isinstance(row, Trajectory) else None for row in rows]
     flat, lengths = _token_ids(rows)
-    images = None
-    if any(row is not None and row.images for row in given):
-        from treetrain.core.tree.names import name_by_features
-
-        flat, images = name_by_features(given, flat, lengths)
-    # With recorded experts, rows are merged by one number for each distinct (id, experts) pair.
-    routed = any(row is not None and row.experts is not None for row in given)
-    named = None
-    if routed:
-        from treetrain.core.tree.names import name_by_experts
-
-        named = name_by_experts(given, flat, lengths)
-    blob = (flat if named is None else named[0]).tobytes()
+    restore = {}
+    for kind in dict.fromkeys(kind for of in dict.fromkeys(map(type, given)) for kind in getattr(of, "special", ())):
+        if (numbered := kind.number(given, flat, lengths)) is not None:
+            flat, restore[kind.name] = numbered
+    blob = flat.tobytes()
     del flat
     stops = (4 * np.cumsum(lengths)).tolist()
     blobs = [blob[start:stop] for start, stop in zip([0, *stops], stops)]
@@ -273,37 +276,22 @@ def build_tree(
     last = np.empty(len(rows), np.int64)
     last[order] = np.where(adds, start + length - 1, attach)
     arrays, moved = assemble(flat, (start + shared)[adds], (length - shared)[adds], attach[adds], last)
-    experts = None
-    if named is not None:
-        _, ids, experts_of = named
-        arrays, experts = arrays._replace(tokens=ids[arrays.tokens]), experts_of[arrays.tokens]
-    if images is not None:
-        named_tokens = arrays.tokens
-        arrays = arrays._replace(tokens=np.where(named_tokens < 0, np.int32(images.token), named_tokens))
-        images = images._replace(feature=np.where(named_tokens < 0, -1 - named_tokens.astype(np.int64), -1))
+    special = {}
+    for name in reversed(restore):
+        tokens, special[name] = restore[name](arrays.tokens)
+        arrays = arrays._replace(tokens=tokens)
     return TokenTree(
         **arrays._asdict(),
         trajectory_last=moved(last),
         trajectory_length=lengths,
         rows=given,
-        experts=experts,
-        images=images,
+        special=special,
     )
 
 
-def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True, ids_alone: bool = False) -> TokenTree:
-    """Build the tree of rows; a tree is returned unchanged.
-
-    Args:
-        ids_alone: the caller reads nothing but token ids, so rows with images are refused by a DataError.
-    """
-    tree = rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
-    if ids_alone and tree.images is not None:
-        raise DataError(
-            "the rows have images, which tt.pack does not hand to a model of your own; give rows of text, or a Hugging "
-            "Face model to tt.TreeEngine"
-        )
-    return tree
+def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree:
+    """Build the tree of rows; a tree is returned unchanged."""
+    return rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
 
 
 def _check_rows(rows: object) -> None:

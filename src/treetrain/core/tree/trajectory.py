@@ -2,19 +2,17 @@
 
 import dataclasses
 import math
-from array import array as builtin_array
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
-from jaxtyping import Float64, Int16, Int32, Shaped
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64, Int32, Int64, Shaped
+from numpy.typing import ArrayLike
 
 from treetrain.core.errors import DataError, quoted, shortened
-from treetrain.core.tree.images import Image, checked_images
+from treetrain.core.tree.token_ids import IdSets, checked_ids
 
 PerToken = Float64[np.ndarray, " L"]
-MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PER_TOKEN_FACTS = (
     "loss_weights",
     "advantages",
@@ -30,43 +28,54 @@ GIVEN = PER_TOKEN_FACTS[1:]
 SCALAR_FACTS = ("loss_weights", "advantages")  # one number may stand for all tokens of the row
 
 
+class Numbered(NamedTuple):
+    """Rows whose special tokens have numbers of their own; see `SpecialTokens`."""
+
+    flat: Int32[np.ndarray, " flat"]
+    """The rows concatenated."""
+    restore: Callable[[Int32[np.ndarray, " N"]], tuple[Int32[np.ndarray, " N"], object]]
+    """Maps the numbers of a tree's N tokens to their ids, and to what the tree keeps in `TokenTree.special`."""
+
+
+class SpecialTokens(Protocol):
+    """Something that rows may carry, such as images, by which tokens of equal ids differ.
+
+    Rows are merged by numbers: two tokens get the same number only if their ids and what they carry are equal.
+    """
+
+    name: str
+    """Of the field of a row, and in `TokenTree.special`."""
+
+    def number(
+        self,
+        rows: "Sequence[Trajectory | None]",
+        flat: Int32[np.ndarray, " flat"],
+        lengths: Int64[np.ndarray, " K"],
+    ) -> Numbered | None:
+        """Put numbers in the place of ids; None if no row carries anything.
+
+        Args:
+            rows: None for a row given as ids only.
+            flat: the rows' ids concatenated, or numbers by which another field has replaced them.
+
+        Raises:
+            DataError: rows that do not fit together.
+        """
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, init=False)
 class Trajectory:
     """A row of L token ids with its training data; checked on construction, then immutable.
 
-    Per-token fields have the length of `ids`: entry t belongs to the prediction of `ids[t]`, entry 0 is unused.
-
-    Args:
-        ids: token ids, [L], integers from 0 to 2**31 - 1; with L of 0 or 1 nothing is trained.
-        loss_weights: weight of each token's loss, [L] or one number; None trains every token with weight 1.
-        advantages: [L] or one number for the whole row.
-        old_logprobs: log-probabilities under the policy that sampled the row, [L], in nats.
-        ref_logprobs: log-probabilities under the reference policy, [L], in nats.
-        rollout_logprobs: log-probabilities recorded by the sampler, [L], in nats. They have the inference engine's
-            numerics; `old_logprobs` have the trainer's.
-        teacher_logprobs: log-probabilities under the teacher to distil from, [L], in nats.
-        values: value estimates, [L].
-        returns: returns, [L].
-        reward: one number for the whole row.
-        group: rows whose rewards are compared have equal `group` (answers to one prompt, trials of one task).
-        pair: rows with equal `pair` form a preference pair.
-        chosen: True for the preferred row of its pair, False for the rejected one; without a pair, whether the row is
-            desirable.
-        id: the row's own name, used in messages.
-        key: anything else that changes the forward, e.g. an adapter's name; rows with different keys share no prefix.
-        episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
-            None makes the row an episode by itself.
-        experts: the experts that each token was routed to during sampling, integers [L, layers, k] (the MoE layers, or
-            all layers). They replace the router's choice, unless all k of a token and layer are -1. Equal tokens
-            with different experts are not merged.
-        images: the row's images as a processor makes them, such as ``{"pixel_values": ..., "image_grid_thw": ...}``.
-            Their tokens, and those after them, are merged only with those of equal images.
-        image_token: the token id that stands for images in `ids` (``model.config.image_token_id``): one run of it for
-            each image, or of several tiles, or divided into lines, as the model's processor makes them.
+    This is the row of a dense model for text. `treetrain.Trajectory`, which users make, says what every field holds and
+    adds images and recorded experts.
 
     Raises:
-        DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
+        DataError: see `treetrain.Trajectory`.
     """
+
+    special: ClassVar[tuple[SpecialTokens, ...]] = ()
+    """What rows of this class may carry besides, in the order in which it is numbered."""
 
     ids: Int32[np.ndarray, " L"]
     loss_weights: PerToken | None
@@ -84,9 +93,8 @@ class Trajectory:
     id: Hashable
     key: Hashable
     episode: Hashable
-    experts: Int16[np.ndarray, "L layers k"] | None
-    images: tuple[Image, ...]
-    image_token: int | None
+    sampling_mask: IdSets | None
+    teacher_topk: IdSets | None
 
     def __init__(
         self,
@@ -107,9 +115,8 @@ class Trajectory:
         id: Hashable = None,
         key: Hashable = None,
         episode: Hashable = None,
-        experts: ArrayLike | None = None,
-        images: Mapping[str, object] | Sequence[Image] | None = None,
-        image_token: int | None = None,
+        sampling_mask: object = None,
+        teacher_topk: object = None,
     ) -> None:
         facts: dict[str, object] = {
             "loss_weights": loss_weights,
@@ -139,11 +146,16 @@ class Trajectory:
             facts.update(names, ids=token_ids)
             facts["reward"] = None if reward is None else _reward(reward)
             facts["chosen"] = None if chosen is None else _chosen(chosen)
-            facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
-            facts["images"] = () if images is None else checked_images(images, image_token, token_ids)
-            facts["image_token"] = image_token
+            for name, sets in (("sampling_mask", sampling_mask), ("teacher_topk", teacher_topk)):
+                facts[name] = None if sets is None else IdSets.of(sets, name, token_ids.size)
+            if isinstance(kept := facts["sampling_mask"], IdSets):
+                facts["sampling_mask"] = kept.beginning_with(token_ids, "sampling_mask")
+            if isinstance(topk := facts["teacher_topk"], IdSets) and topk.logprobs is None:
+                raise DataError(
+                    "teacher_topk has no log-probabilities; give a pair: ids, and as many log-probabilities"
+                )
         except DataError as error:
-            raise DataError(f"trajectory{'' if id is None else f' {quoted(id)}'}: {error}") from error
+            raise of_row(id, error) from error
         for name, value in facts.items():
             object.__setattr__(self, name, value)  # the class is frozen
 
@@ -157,6 +169,14 @@ class Trajectory:
         weights[:1] = 0.0  # nothing predicts the first token
         return weights
 
+    def for_losses(self) -> "Trajectory":
+        """The row as losses read it, for other processes: without large fields that only a forward reads."""
+        return self
+
+    def _specials(self) -> list[str]:
+        """The fields of `special` that the row has, in words."""
+        return []
+
     def replace(self, **changes: object) -> Self:
         """A copy with the named fields changed; all fields are checked again."""
         return dataclasses.replace(self, **changes)
@@ -164,11 +184,16 @@ class Trajectory:
     def __repr__(self) -> str:
         given = [f"{len(self)} tokens"]
         given += [name for name in PER_TOKEN_FACTS if getattr(self, name) is not None]
-        given += ["experts"] if self.experts is not None else []
-        given += [f"{len(self.images)} image{'s'[: len(self.images) > 1]}"] if self.images else []
+        given += [name for name in ("sampling_mask", "teacher_topk") if getattr(self, name) is not None]
+        given += self._specials()
         scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
         given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
         return f"Trajectory({', '.join(given)})"
+
+
+def of_row(id: Hashable, error: DataError) -> DataError:
+    """The error with the name of its row before it."""
+    return DataError(f"trajectory{'' if id is None else f' {quoted(id)}'}: {error}")
 
 
 def common_prefix(one: Shaped[np.ndarray, " A"], other: Shaped[np.ndarray, " B"]) -> int:
@@ -202,78 +227,6 @@ def per_token(value: object, name: str, length: int, *, nulls: bool = False) -> 
         at = int(finite.argmin())
         raise DataError(f"{name}[{at}] is {array[at]:g}; give a finite number")
     return array
-
-
-def checked_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
-    """Token ids as an array of their own. Raises DataError for anything else than a flat list of whole numbers."""
-    if isinstance(ids, list):
-        try:
-            array = np.frombuffer(builtin_array("i", ids), np.int32)  # three times as fast as numpy
-        except (TypeError, OverflowError):
-            pass
-        else:
-            if array.min(initial=2) > 1:  # else there may be a negative number, true or false
-                return array
-    try:
-        array = np.asarray(ids)
-    except ValueError as error:
-        raise DataError(f"ids are no flat list ({shortened(error)}); give one list of numbers per row") from error
-    if array.ndim != 1:
-        raise DataError(f"ids have shape {array.shape}, expected [L]; give one trajectory per row")
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.dtype.kind not in "iu":
-        given = ids if isinstance(ids, list | tuple) else array.tolist()
-        wrong = next((each for each in given if not isinstance(each, int | np.integer) or isinstance(each, bool)), None)
-        if wrong is None:  # more than 64 bits
-            raise DataError(f"ids hold {quoted(max(map(str, given), key=len))}; token ids are 0 to {MAX_TOKEN_ID}")
-        raise DataError(f"ids hold {quoted(wrong)}, a {type(wrong).__name__}; token ids are whole numbers")
-    if array.min() < 0 or (array.dtype != np.int32 and array.max() > MAX_TOKEN_ID):
-        at = int(((array < 0) | (array > MAX_TOKEN_ID)).argmax())
-        what = "negative" if array[at] < 0 else f"above {MAX_TOKEN_ID}"
-        raise DataError(f"ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
-    if isinstance(ids, list | tuple) and (at := first_bool(ids, array)) is not None:
-        raise DataError(f"ids[{at}] is {ids[at]}, expected a whole number")
-    return np.array(array, np.int32, order="C")
-
-
-def first_bool(values: Sequence[object], numbers: NDArray[np.number]) -> int | None:
-    """The place of the first True or False among values that numpy has read as these numbers, 1 and 0."""
-    return next((at for at in np.flatnonzero(numbers < 2).tolist() if isinstance(values[at], bool | np.bool_)), None)
-
-
-def expert_array(experts: ArrayLike) -> Shaped[np.ndarray, "L layers k"]:
-    """Recorded experts as an array. Raises DataError for anything else than three dimensions."""
-    try:
-        array = np.asarray(experts)
-    except ValueError as error:
-        raise DataError(f"experts are no [L, layers, k] block of numbers ({shortened(error)})") from error
-    if array.ndim != 3:
-        raise DataError(f"experts have shape {array.shape}, expected [L, layers, k]")
-    return array
-
-
-def _experts(experts: ArrayLike, length: int) -> Int16[np.ndarray, "L layers k"]:
-    array = expert_array(experts)
-    if len(array) != length:
-        hint = "; give -1 for a token whose experts were not recorded" if len(array) == length - 1 else ""
-        raise DataError(f"experts have shape {array.shape}, expected [{length}, layers, k]{hint}")
-    if array.size and array.dtype.kind not in "iu":
-        raise DataError(f"experts are of type {array.dtype}, expected whole numbers")
-    most = int(np.iinfo(np.int16).max)
-    if array.size and not -1 <= array.min() <= array.max() <= most:
-        bad = array.min() if array.min() < -1 else array.max()
-        raise DataError(f"experts hold {bad}; they are numbered 0 to {most}, and -1 where none was recorded")
-    ordered = np.sort(array, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    wrong = (twice.any(-1) | ((array < 0).any(-1) & (array >= 0).any(-1))) if array.size else np.zeros((0, 0), bool)
-    if wrong.any():
-        token, layer = np.argwhere(wrong)[0].tolist()
-        raise DataError(
-            f"experts[{token}][{layer}] = {array[token, layer].tolist()}; the experts of a token differ, and -1 stands "
-            "for all of them or none"
-        )
-    return np.array(array, np.int16, order="C")
 
 
 def _reward(reward: float) -> float:

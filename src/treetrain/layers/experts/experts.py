@@ -35,6 +35,7 @@ from treetrain.core.losses.facts import Metrics, add_metrics
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.token_tree import TokenTree, trajectories_through
 from treetrain.layers.enclosing_runs import enclosing_runs
+from treetrain.layers.experts.recorded import recorded_experts
 from treetrain.layers.experts.routers import MixtureOfExperts, Router
 from treetrain.parallel.context_parallel import Share
 
@@ -138,7 +139,7 @@ class Experts(LossExtension):
         self.experts = experts
         self._model = model
         self._device = device
-        self._recorded = by_place(experts, tree.experts)
+        self._recorded = by_place(experts, recorded_experts(tree))
         self._counts = trajectories_through(tree) if balanced else None
         self.balanced = self.adds = balanced
         self.scale, self.whole = scale, whole
@@ -234,7 +235,7 @@ def check_recorded(tree: TokenTree, experts: MixtureOfExperts | None) -> None:
     Raises:
         DataError: naming the trajectory, both values and what to do.
     """
-    recorded = tree.experts
+    recorded = recorded_experts(tree)
     if recorded is None or not (recorded >= 0).any():
         return
     if experts is None:
@@ -263,7 +264,7 @@ def check_recorded(tree: TokenTree, experts: MixtureOfExperts | None) -> None:
 
 def has_work(experts: MixtureOfExperts, tree: TokenTree, *, balanced: bool) -> bool:
     """Whether routers must be watched or told something: for an auxiliary loss, or recorded choices."""
-    return balanced or by_place(experts, tree.experts) is not None
+    return balanced or by_place(experts, recorded_experts(tree)) is not None
 
 
 def _in_run(

@@ -20,10 +20,10 @@ from transformers.utils.generic import ModelOutput
 from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.core.hf.capability import causal_lm, model_device
 from treetrain.core.hf.tree_mode import replaced
-from treetrain.core.tree.images import GRID, IMAGE_INPUTS, IMAGE_TYPES, SIZES, Image
-from treetrain.core.tree.names import TreeImages
+from treetrain.core.tree import trajectory as core
 from treetrain.core.tree.token_tree import Row, TokenTree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.images.image_rows import GRID, IMAGE_INPUTS, IMAGE_TYPES, SIZES, Image, TreeImages, tree_images
+from treetrain.layers.trajectory import Trajectory
 
 FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
@@ -87,7 +87,7 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
         UnsupportedModel: a family whose images are not known to be exact on a tree; names those that are.
         DataError: images that this model cannot read, or that do not fit their tokens.
     """
-    images = tree.images
+    images = tree_images(tree)
     inner = image_encoder(model)
     lm = causal_lm(model)
     config = lm.config
@@ -164,7 +164,7 @@ def with_images(
         raise DataError(f"images has {len(images)} entries, the batch {len(rows)} rows; give one for each, or None")
     found = []
     for row, own in zip(rows, images):
-        whole = row if isinstance(row, Trajectory) else Trajectory(row)
+        whole = Trajectory.of(row) if isinstance(row, core.Trajectory) else Trajectory(row)
         found.append(whole if own is None else whole.replace(images=own, image_token=token))
     return found
 
@@ -261,7 +261,7 @@ def path_positions(inner: ImageModel, tree: TokenTree) -> Int64[np.ndarray, "4 N
         return None
     positions = np.repeat(tree.depth.astype(np.int64)[None], 4, axis=0)
     for number, row in enumerate(tree.rows):
-        if row is None or not row.images:
+        if not isinstance(row, Trajectory) or not row.images:
             continue
         ids = torch.from_numpy(row.ids.astype(np.int64))[None]
         types = (ids == row.image_token).long()

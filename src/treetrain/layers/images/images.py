@@ -30,6 +30,7 @@ from treetrain.layers.images.encoders import (
     own_attention,
     path_positions,
 )
+from treetrain.layers.images.image_rows import tree_images
 
 
 class Images(Extension):
@@ -43,9 +44,10 @@ class Images(Extension):
 
     def __init__(self, model: nn.Module, tree: TokenTree):
         inner = image_encoder(model)
-        assert inner is not None and tree.images is not None
+        images = tree_images(tree)
+        assert inner is not None and images is not None
         self._inner = inner
-        self._images = tree.images
+        self._images = images
         self._device = model_device(model)
         self._positions = path_positions(inner, tree)
         self._attention: dict[int, str] = {}

@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import Trajectory, checked_ids, expert_array, per_token
+from treetrain.core.tree.token_ids import checked_ids
+from treetrain.core.tree.trajectory import per_token
+from treetrain.layers.experts.recorded import expert_array
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.messages import IMAGE_PARTS
 from treetrain.logs.records import (
     ROW_KEYS,
@@ -40,7 +43,8 @@ PER_TOKEN_KEYS = {
 FIELDS = {name: field for field, names in PER_TOKEN_KEYS.items() for name in names}
 WEIGHT_KEYS = ("labels", "loss_mask", "loss_weights")
 EXPERT_KEYS = ("experts", "routed_experts")
-TOKEN_KEYS = frozenset(("input_ids", "attention_mask", *ROW_KEYS, *WEIGHT_KEYS, *EXPERT_KEYS, *FIELDS))
+SET_KEYS = ("sampling_mask", "teacher_topk_ids", "teacher_topk_logprobs")
+TOKEN_KEYS = frozenset(("input_ids", "attention_mask", *ROW_KEYS, *WEIGHT_KEYS, *EXPERT_KEYS, *SET_KEYS, *FIELDS))
 # Names of the same thing in different tools, the first that is there counts.
 PROMPT_IDS = ("prompt_ids", "prompt_token_ids", "input_tokens", "prompt.token_ids")
 ANSWER_IDS = ("output_ids", "response_ids", "completion_ids", "response_token_ids", "output_tokens")
@@ -63,8 +67,10 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
             trained. `attention_mask`: padding on either side is cut off. Per token [L]: `logprobs`/`old_logprobs`,
             `ref_logprobs`, `rollout_logprobs`/`sampling_logprobs`, `teacher_logprobs`, `values`, `returns`;
             `advantage(s)` may be one number. `experts`/`routed_experts`: [L, layers, k], or [L - 1, layers, k] without
-            the last token. Per row: `reward`, `group_id`/`group`/`task_id`, `episode_id`/`episode`, `pair`, `chosen`,
-            `key`, `id`. A per-token list may hold `null` at tokens that are not trained.
+            the last token. Lists of L lists, `null` for none: `sampling_mask`, the ids that the sampler kept;
+            `teacher_topk_ids` and `teacher_topk_logprobs`. Per row: `reward`, `group_id`/`group`/`task_id`,
+            `episode_id`/`episode`, `pair`, `chosen`, `key`, `id`. A per-token list may hold `null` at tokens that are
+            not trained.
         notes: receives remarks on what was ignored.
 
     Raises:
@@ -92,7 +98,24 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
         **facts,
         **row_facts(row, notes),
         experts=_experts(first_of(row, *EXPERT_KEYS), len(whole), keep),
+        **_sets(row, len(whole), keep),
     )
+
+
+def _sets(row: Record, length: int, keep: slice) -> dict[str, Json]:
+    """Sets of ids at each token."""
+    mask, ids, logprobs = (row.get(name) for name in SET_KEYS)
+    if (ids is None) != (logprobs is None):
+        there, missing = SET_KEYS[1:] if logprobs is None else SET_KEYS[:0:-1]
+        raise DataError(f"{there} is there and {missing} is not; give a log-probability for each id, or neither")
+    for name, value in zip(SET_KEYS, (mask, ids, logprobs)):
+        if value is not None and (not isinstance(value, list) or len(value) != length):
+            given = f"{len(value)} entries" if isinstance(value, list) else quoted(value)
+            raise DataError(f"{name} has {given} for {length} input_ids; give a list for each, null for none")
+    return {
+        "sampling_mask": None if mask is None else mask[keep],
+        "teacher_topk": None if ids is None else (ids[keep], logprobs[keep]),
+    }
 
 
 def _unpadded(mask: Json, length: int) -> slice:
@@ -179,19 +202,26 @@ def _zeros_and_ones(value: Json, name: str, length: int, cure: str) -> NDArray[n
 # Prompts and answers
 
 
-def sampled_row(record: Record, prompt: Json, answer: Json, logprobs: Json, mask: Json = None) -> dict[str, Json]:
-    """A token row of a prompt and a sampled answer, which alone is trained; `logprobs` and `mask` are of the answer.
+def sampled_row(
+    record: Record, prompt: Json, answer: Json, logprobs: Json, mask: Json = None, kept: Json = None
+) -> dict[str, Json]:
+    """A token row of a prompt and a sampled answer, which alone is trained.
+
+    Args:
+        logprobs, mask, kept: of the answer; kept are the ids that the sampler kept for each token.
 
     Raises:
         DataError: names the field that is no list, or two lengths that differ.
     """
-    given = {"prompt ids": prompt, "answer ids": answer, "logprobs": logprobs or None, "mask": mask}
-    for name, value in given.items():
-        if not isinstance(value, list) and not (value is None and name in ("logprobs", "mask")):
+    given = {"prompt ids": prompt, "answer ids": answer}
+    optional = {"logprobs": logprobs or None, "mask": mask, "sampling masks": kept}
+    for name, value in (given | optional).items():
+        if not isinstance(value, list) and not (value is None and name in optional):
             raise DataError(f"the {name} are {'missing' if value is None else quoted(value)}, expected a list")
-        if name in ("logprobs", "mask") and value is not None and len(value) != len(answer):
+        if name in optional and value is not None and len(value) != len(answer):
             raise DataError(f"there are {len(value)} {name} for {len(answer)} answer ids; give one for each")
     row = {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + (mask or [1] * len(answer))}
+    row |= {"sampling_mask": [None] * len(prompt) + kept} if kept is not None else {}
     return facts(record) | row | ({"rollout_logprobs": [0.0] * len(prompt) + logprobs} if logprobs else {})
 
 
@@ -217,9 +247,31 @@ def read_server(record: Record, notes: Notes) -> list[Record]:
             answer, logprobs = ([look_up({"pair": pair}, f"pair.{at}") for pair in pairs] for at in (1, 0))
         else:
             answer, logprobs = _choice_tokens(place)
-        row = facts(record, response) | sampled_row(record, prompt, answer, logprobs)
+        # Of vLLM (`--return-sampling-mask`) and SGLang (`return_sampling_mask`), whose other log-probabilities are of
+        # the whole vocabulary.
+        kept = first_path(place, "sampling_mask", "meta_info.output_token_sampling_mask")
+        over_kept = look_up(place, "meta_info.output_token_sampling_logprobs")
+        if over_kept is not None:
+            logprobs = _own_of_kept(over_kept, kept, answer)
+        elif kept is not None and logprobs:
+            notes.add(
+                "there are sampling masks: `logprobs` are taken to be those over the kept ids, as vLLM gives them with "
+                "`--logprobs-mode processed_logprobs`"
+            )
+        row = facts(record, response) | sampled_row(record, prompt, answer, logprobs, kept=kept)
         rows.append(row | ({"images": images} if images else {}))
     return rows
+
+
+def _own_of_kept(logprobs: Json, kept: Json, answer: Json) -> Json:
+    """The tokens' log-probabilities over the kept ids; newer versions of SGLang log those of all kept ids."""
+    if not all(isinstance(x, list) for x in (logprobs, kept, answer)):
+        return logprobs
+    found = []
+    for one, ids, token in zip(logprobs, kept, answer):
+        inside = isinstance(one, list) and isinstance(ids, list) and token in ids and len(one) == len(ids)
+        found.append(one[ids.index(token)] if inside else one)
+    return found
 
 
 def is_sglang_text(record: Record) -> bool:

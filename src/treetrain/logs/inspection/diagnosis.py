@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from treetrain.core.errors import quoted
 from treetrain.core.planning.cost import ModelCounts
 from treetrain.core.tree.token_tree import TokenTree, build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.experts.recorded import recorded_experts
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.alignment import Gap, Ids
 from treetrain.logs.inspection.causes import CAUSES
 from treetrain.logs.inspection.differences import AROUND, SHOWN, Edit
@@ -153,7 +154,7 @@ def diagnose(
         The causes, with counts, cost, gain and an example of each.
     """
     # Recorded experts keep equal tokens apart; repaired rows have none, so the tree is compared without them too.
-    if tree is None or tree.experts is not None:
+    if tree is None or recorded_experts(tree) is not None:
         tree = build_tree([_without_experts(row) for row in rows])
     search = _Search(rows, tokenizer)
     rows_flops = counts.flops(*linear_work(tree, counts.attention_ranges))

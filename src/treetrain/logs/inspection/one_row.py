@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from treetrain.core.errors import DataError
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.prepared import Decodes
 
 

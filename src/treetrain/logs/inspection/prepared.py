@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.core.tree.trajectory import Trajectory, common_prefix
+from treetrain.core.tree.trajectory import common_prefix
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.inspection.alignment import RUN, Ids, find_run
 from treetrain.logs.inspection.tools import ToolOrder, Tools, called, find_tools
 

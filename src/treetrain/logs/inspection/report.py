@@ -11,7 +11,7 @@ import numpy as np
 from treetrain.core.planning.cost import ModelCounts
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.token_tree import TokenTree, build_tree
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.groups import TOKENS_PER_STEP, batches_of_pass, cut_evenly, make_groups
 from treetrain.logs.inspection.diagnosis import Diagnosis, diagnose
 from treetrain.logs.inspection.prepared import Decodes

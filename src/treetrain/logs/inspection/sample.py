@@ -14,7 +14,7 @@ from itertools import compress
 import numpy as np
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import Trajectory
+from treetrain.layers.trajectory import Trajectory
 
 MEMORY_TOKENS = 1 << 25
 """All rows are kept up to this many flat tokens."""

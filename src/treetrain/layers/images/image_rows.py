@@ -1,16 +1,22 @@
-"""Images of a row as a model's processor prepares them, and the tokens that stand for them."""
+"""Images of rows as a model's processor prepares them, and the tokens that stand for them.
+
+Tokens of images are merged only if their images are equal. So each feature of each distinct image gets a number of its
+own below 0, by which rows are merged.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
+from treetrain.core.tree.token_tree import TokenTree
+from treetrain.core.tree.trajectory import Numbered, Trajectory
 
 GRID = "image_grid_thw"
 """The processors' name for the patches of each image: times, rows and columns."""
@@ -156,3 +162,77 @@ def checked_images(
         )
     places_of_images([ids], image_token, found)
     return found
+
+
+# ---- in a tree
+
+
+class TreeImages(NamedTuple):
+    """The distinct images of a tree, and the tokens that stand for them."""
+
+    token: int
+    """The id of these tokens."""
+    distinct: Sequence[Image]
+    first: Int64[np.ndarray, " images_plus_1"]
+    """The features of image m are first[m] to first[m + 1], one for each of its tokens."""
+    feature: Int64[np.ndarray, " N"]
+    """The feature that each token of the tree stands for; -1 for text."""
+
+
+def tree_images(tree: TokenTree) -> TreeImages | None:
+    """The images of the rows of a tree; None for text."""
+    return cast("TreeImages | None", tree.special.get("images"))
+
+
+class ImageTokens:
+    """Puts a number below 0, one for each feature of each distinct image, in the place of its token. A `SpecialTokens`.
+
+    The number of feature f is -1 - f.
+    """
+
+    name = "images"
+
+    def number(
+        self, rows: Sequence[Trajectory | None], flat: Int32[np.ndarray, " flat"], lengths: Int64[np.ndarray, " K"]
+    ) -> Numbered | None:
+        """See `SpecialTokens`.
+
+        Raises:
+            DataError: rows with different placeholder tokens, or a row with this token and without images.
+        """
+        given = [getattr(row, self.name, ()) for row in rows]
+        if not any(given):
+            return None
+        tokens = [getattr(row, "image_token", None) for row in rows]
+        token = cast("int", next(own for own, images in zip(tokens, given) if images))
+        names, ends = flat.copy(), np.cumsum(lengths)
+        first, distinct, seen = [0], list[Image](), dict[tuple[bytes, int], int]()
+        for number, (images, end, length) in enumerate(zip(given, ends.tolist(), lengths.tolist())):
+            ids = flat[end - length : end]
+            if not images:
+                if (ids == token).any():
+                    raise DataError(
+                        f"row {number} has the token {token}, which stands for images in other rows, at position "
+                        f"{int((ids == token).argmax())}, and no images; give its images, or leave the row out"
+                    )
+                continue
+            if tokens[number] != token:
+                raise DataError(
+                    f"row {number} has image_token {tokens[number]}, an earlier row {token}; all rows of a batch are "
+                    "read by one model"
+                )
+            for image, places in zip(images, *places_of_images([ids], token, images)):
+                key = image.digest, len(places)
+                if key not in seen:
+                    seen[key] = len(distinct)
+                    distinct.append(image)
+                    first.append(first[-1] + key[1])
+                begins = first[seen[key]]
+                names[end - length + places] = -1 - np.arange(begins, begins + key[1])
+        begins_at = np.array(first, np.int64)
+
+        def restore(numbers: Int32[np.ndarray, " N"]) -> tuple[Int32[np.ndarray, " N"], TreeImages]:
+            features = np.where(numbers < 0, -1 - numbers.astype(np.int64), -1)
+            return np.where(numbers < 0, np.int32(token), numbers), TreeImages(token, distinct, begins_at, features)
+
+        return Numbered(names, restore)
