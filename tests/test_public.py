@@ -80,7 +80,7 @@ SIGNATURES = {
 CLIP = "clip=0.2, clip_low=None, clip_high=None"
 PENALTIES = (
     "kl=0.0, kl_estimator='k3', entropy=0.0, log_entropy=False, importance_cap=None, "
-    "importance_mode='token_truncate', value_coefficient=0.0, value_clip=0.2"
+    "importance_floor=None, importance_mode='token_truncate', off_policy_kl=None, value_coefficient=0.0, value_clip=0.2"
 )
 METHODS = {
     "Packed.split": "(self, per_prediction)",
