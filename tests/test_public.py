@@ -85,9 +85,12 @@ PENALTIES = (
 METHODS = {
     "Packed.split": "(self, per_prediction)",
     "Packed.forward_backward": "(self, loss_of, budget=None)",
-    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
+    "TreeEngine.forward_backward": (
+        "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None, adapter_names=None)"
+    ),
     "TreeEngine.score": (
-        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, images=None)"
+        "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, images=None, "
+        "adapter_names=None)"
     ),
     "Scored.backward": "(self, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",
