@@ -29,8 +29,8 @@ SIGNATURES = {
     "build_tree": "(sequences, *, merge=True, apart=None)",
     "from_packed": "(input_ids, position_ids, **facts)",
     "from_padded": "(input_ids, attention_mask, **facts)",
-    "share_prefixes": "(trainer, budget=None, *, check=True)",
-    "SharePrefixesMixin": "(*args, budget=None, check=True, **kwargs)",
+    "share_prefixes": "(trainer, budget=None, *, check=True, count='per trajectory')",
+    "SharePrefixesMixin": "(*args, budget=None, check=True, count='per trajectory', **kwargs)",
     "to_packed": "(rows, position_ids, fill=0.0)",
     "token_logprobs": "(model, inputs, *, temperature=1.0, return_entropy=False, ids=None)",
     "group_batches": "(trainer, key='input_ids')",
@@ -80,15 +80,17 @@ SIGNATURES = {
 CLIP = "clip=0.2, clip_low=None, clip_high=None"
 PENALTIES = (
     "kl=0.0, kl_estimator='k3', entropy=0.0, log_entropy=False, importance_cap=None, "
-    "importance_mode='token_truncate', value_coefficient=0.0, value_clip=0.2"
+    "importance_floor=None, importance_mode='token_truncate', off_policy_kl=None, value_coefficient=0.0, value_clip=0.2"
 )
 METHODS = {
     "Packed.split": "(self, per_prediction)",
     "Packed.forward_backward": "(self, loss_of, budget=None)",
-    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
+    "TreeEngine.forward_backward": (
+        "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None, adapter_names=None)"
+    ),
     "TreeEngine.score": (
         "(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None, ids=None, "
-        "images=None)"
+        "images=None, adapter_names=None)"
     ),
     "Scored.backward": "(self, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",

@@ -5,16 +5,18 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
 
 from treetrain.core.engine import engine as core
-from treetrain.core.engine.engine_model import Call, Sharing
+from treetrain.core.engine.engine_model import Call, Sharing, StepBalance
 from treetrain.core.engine.executor import Executor
+from treetrain.core.engine.loss_gradients import Mask
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.tree_mode import instance_of
+from treetrain.core.losses.protocol import LossProtocol, StepResult
 from treetrain.core.planning.make import Bytes
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import pack
@@ -25,6 +27,7 @@ from treetrain.layers.trajectory import Trajectory
 from treetrain.registry import make_registry
 
 if TYPE_CHECKING:
+    from treetrain.core.engine.score import Scored
     from treetrain.layers.experts.experts import RouterBalance
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -167,6 +170,105 @@ class TreeEngine(core.TreeEngine):
             own = next(x for x in extensions if isinstance(x, Experts)).balance.to("cpu")
             balances = ranks.per_data_rank(ranks.exchange(own))
         return functools.reduce(operator.add, balances).to(call.device)
+
+    def forward_backward(
+        self,
+        trajectories: Sequence[Trajectory] | TokenTree,
+        loss: LossProtocol | Callable[..., object],
+        normaliser: float | None = None,
+        balance: StepBalance | None = None,
+        *,
+        sync: bool = True,
+        mask: Mask | None = None,
+        adapter_names: Sequence[str] | None = None,
+    ) -> StepResult:
+        """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
+
+        Args:
+            loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum and
+                metrics. If its ``needs`` list "predicted_values", it also gets ``values``, [L - 1]. For losses of this
+                library, only predictions with a loss weight are computed; a loss of your own gets every row and every
+                prediction.
+            normaliser: divides the sum; when accumulating over calls, pass that of the whole step. None takes
+                ``loss.normaliser``.
+            balance: of the routers in the whole step, for their auxiliary loss: the sum of `router_balance` over its
+                calls. None: this call is a step.
+            sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
+                step but the last.
+            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
+                sees 0 there. None computes those with a loss weight for losses of this library, and all for your own.
+            adapter_names: for each row the adapter of a `peft.PeftModel` that it trains, or "__base__" for none. Rows
+                of one adapter share prefixes, each adapter gets the gradients of its own rows, and one normaliser
+                divides all. None: the active adapter.
+
+        Returns:
+            loss, metrics and counts of the rows of all ranks. A single process on a GPU returns when the work is
+            queued, so it can prepare the next batch meanwhile; reading loss or metrics waits.
+
+        Raises:
+            RanksDisagree: another rank failed, or its settings differ.
+            DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
+                a fact that the loss needs and a row lacks, an adapter that the model does not have.
+            ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0, bytes that no
+                plan fits into; rows of a frozen adapter.
+            TypeError: the loss cannot be called as one, or does not return a scalar and metrics.
+            UnsupportedModel: see the class.
+            RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
+        """
+        if adapter_names is None:
+            return super().forward_backward(trajectories, loss, normaliser, balance, sync=sync, mask=mask)
+        from treetrain import adapters
+
+        rows = trajectories.trajectories if isinstance(trajectories, TokenTree) else trajectories
+        return adapters.forward_backward(self, rows, loss, normaliser, adapter_names, sync=sync, mask=mask)
+
+    def score(
+        self,
+        rows: Sequence[Row] | TokenTree,
+        *,
+        entropies: bool = False,
+        values: bool = False,
+        rewards: bool = False,
+        statistics: bool = False,
+        mask: Mask | None = None,
+        ids: Sequence[object] | None = None,
+        images: Sequence[Mapping[str, object] | None] | None = None,
+        adapter_names: Sequence[str] | None = None,
+    ) -> "Scored":
+        """Run the batch as a tree and return leaf tensors, one per row, for any loss.
+
+        Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. The graphs that fit into
+        the budget are kept in between; the other parts run again (``.plan`` says which). Under ``torch.no_grad``
+        nothing is kept. Under FSDP2 every rank must make the call, even without rows.
+
+        Args:
+            rows: K lists, arrays or tensors of token ids, trajectories, or a tree.
+            entropies: also give the entropies of the distributions that tokens were drawn from.
+            values: also give the value of the state before each token (see ``value_head``).
+            rewards: give a reward model's value of every row, and nothing else.
+            statistics: also give statistics for logs, without gradient: is_top1, mean_logits, log_sum_sq_probs.
+            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
+                no gradient. None computes all.
+            ids: for each row further ids of every prediction, whose log-probabilities `Scored.id_logprobs` has: L_k - 1
+                lists, or an array [L_k - 1, n]; None for a row without.
+            images: for each row the ``images`` of `Trajectory`, or None.
+            adapter_names: for each row the adapter that it goes through; see `forward_backward`.
+
+        Raises:
+            DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape,
+                ids that are no such lists, images that do not fit their rows, an adapter that the model does not have.
+            UnsupportedModel: see the class; values or rewards of a model that has no head for them.
+        """
+        given: dict[str, Any] = {"entropies": entropies, "values": values, "statistics": statistics}
+        given |= {"mask": mask, "ids": ids}
+        if adapter_names is None:
+            return super().score(rows, rewards=rewards, images=images, **given)
+        from treetrain.adapters import ScoredAdapters
+
+        if rewards or images is not None:
+            raise UnsupportedModel("adapter_names with rewards=True or images= has not been verified; leave one out")
+        rows = rows.trajectories if isinstance(rows, TokenTree) else rows
+        return ScoredAdapters(self, rows, adapter_names, given)
 
     def _balance_of(self, tree: TokenTree) -> "RouterBalance":
         return self.router_balance(tree)

@@ -437,6 +437,93 @@ def test_rows_of_a_prompt_meet_in_one_process_of_verls_v1_trainer(monkeypatch: p
     assert all(len(prompts) > 2 for prompts in balanced("")[0])
 
 
+def trajectories() -> tuple[list[str], Any, list[list[int]]]:
+    """Keys and jagged fields of agents of two and three trajectories that train turns again, and the ids of each."""
+    from tensordict import TensorDict
+
+    ids = [[1, 2, 7, 8, 3, 9], [1, 2, 7, 8], [1, 2, 7, 8, 4, 5], [1, 2, 7, 9], [1, 2, 7, 8, 3, 9]]
+    keys = ["p_0_10", "p_0_9", "p_0_11", "p_1_0", "p_1_1"]  # the tenth trajectory comes after the ninth
+    masks = [[1, 1, 0, 1], [1, 1], [1, 1, 0, 1], [1, 1], [1, 1, 0, 1]]
+    draw = torch.Generator().manual_seed(0)
+    known: dict[tuple[int, ...], float] = {}
+    old = [
+        [known.setdefault(tuple(row[: at + 1]), -torch.rand((), generator=draw).item()) for at in range(2, len(row))]
+        for row in ids
+    ]
+    old[2][0] += 1e-3
+
+    def jagged(rows: list[list[Any]], dtype: torch.dtype = torch.float64) -> Any:
+        return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+    advantages = [[0.5 if key.startswith("p_0") else -1.5] * len(mask) for key, mask in zip(keys, masks)]
+    fields = {
+        "input_ids": jagged(ids, torch.int64),
+        "response_mask": jagged(masks, torch.int64),
+        "loss_mask": jagged(masks, torch.int64),
+        "advantages": jagged(advantages),
+        "old_log_probs": jagged(old),
+    }
+    return keys, TensorDict(fields, batch_size=len(ids)), ids
+
+
+def test_each_sampled_token_counts_in_the_first_trajectory_of_its_agent_loop() -> None:
+    """verl's own loss on the masks is the mean over tokens that are different, written out with a set."""
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    from treetrain.core.errors import DataError
+    from treetrain.integrations.verl import once_masks
+
+    keys, data, ids = trajectories()
+    masks, metrics = once_masks(keys, data)
+    seen, terms = set(), []
+    for k in (1, 0, 2, 3, 4):
+        for at, (trained, advantage, old) in enumerate(
+            zip(*(data[name][k].tolist() for name in ("response_mask", "advantages", "old_log_probs"))), 2
+        ):
+            name = (keys[k].rpartition("_")[0], *ids[k][: at + 1])
+            if trained and name not in seen:
+                seen.add(name)
+                terms.append(-advantage * old)
+    padded = {name: data[name].to_padded_tensor(0.0) for name in ("advantages", "old_log_probs")}
+    loss = agg_loss(
+        -padded["advantages"] * padded["old_log_probs"],
+        masks["response_mask"].to_padded_tensor(0),
+        "token-mean",
+        batch_num_tokens=int(masks["loss_mask"].values().sum()),
+    )
+    assert len(terms) == 8 and loss.item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+    assert metrics["tree/repeated_tokens"] == pytest.approx(1 - 8 / 13)
+    assert metrics["tree/repeated_logprob_difference"] == pytest.approx(1e-3)
+    data["advantages"].values()[-4] = 3.0
+    with pytest.raises(
+        DataError, match=r"rows 3 \(.p_1_0.\) and 4 \(.p_1_1.\) both train token 2 .*advantages -1.5 and 3"
+    ):
+        once_masks(keys, data)
+
+
+def test_counting_once_needs_a_mean_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omegaconf import OmegaConf
+
+    from treetrain.integrations import verl as module
+
+    def config(**changes: Any) -> Any:
+        actor = {"loss_agg_mode": "token-mean", "policy_loss": {"loss_mode": "vanilla"}} | changes
+        return OmegaConf.create({"actor_rollout_ref": {"actor": actor}})
+
+    module.check_sums_tokens(config())
+    with pytest.raises(ValueError, match=r"actor.loss_agg_mode=seq-mean-token-mean is not; set it to token-mean"):
+        module.check_sums_tokens(config(loss_agg_mode="seq-mean-token-mean"))
+    with pytest.raises(ValueError, match=r"actor.policy_loss.loss_mode=gspo is not"):
+        module.check_sums_tokens(config(policy_loss={"loss_mode": "gspo"}))
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "treetrain")
+    monkeypatch.setenv("TREETRAIN_COUNT", "twice")
+    with pytest.raises(ValueError, match="TREETRAIN_COUNT=twice is neither"):
+        module.counts_once()
+    for value in ("", "per trajectory", "once"):
+        monkeypatch.setenv("TREETRAIN_COUNT", value)
+        assert module.counts_once() == (value == "once")
+
+
 STEPS = 8
 
 
@@ -499,6 +586,7 @@ def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: P
         "++ray_kwargs.ray_init.num_gpus": 2,  # Ray only counts them
         "++ray_kwargs.ray_init.include_dashboard": False,
         "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR": "treetrain",
+        "++ray_kwargs.ray_init.runtime_env.env_vars.TREETRAIN_COUNT": "once",
         "hydra.run.dir": tmp_path,
     }
     variables = {
@@ -523,6 +611,9 @@ def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: P
     assert max(step["training/rollout_probs_diff_max"] for step in steps) < 1e-4
     # The eight trajectories of a prompt, two of each agent, meet in one process: that is why they share.
     assert min(step["actor/tree/overlap"] for step in steps) > 0.4
+    # Of ten tokens that the two trajectories train, two are the same; the sampler's numbers for them are copies.
+    assert {round(step["tree/repeated_tokens"], 12) for step in steps} == {0.2}
+    assert max(step["tree/repeated_logprob_difference"] for step in steps) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ ROW = Trajectory([5, 6, 7], advantages=1.0, id="a")
         (lambda: losses.grpo(clip="0.2"), "clip is '0.2'; allowed"),
         (lambda: losses.grpo(kl=True), "kl is True; allowed"),
         (lambda: losses.grpo(on_policy=1), "on_policy is 1; allowed are True and False"),
+        (lambda: losses.grpo(off_policy_kl=0), "off_policy_kl is 0; allowed are finite numbers above 0"),
+        (
+            lambda: losses.ppo(importance_cap=2.0, importance_floor=3.0),
+            "importance_floor is 3.0 and importance_cap 2.0; the floor must not be above the cap",
+        ),
         (lambda: losses.ppo(importance_cap=0), "importance_cap is 0; allowed are finite numbers above 0"),
         (
             lambda: losses.dapo(importance_mode="truncate"),

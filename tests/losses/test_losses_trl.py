@@ -1,5 +1,6 @@
 """Losses against TRL 1.16's own loss code on the same log-probabilities, which a stand-in model hands to it."""
 
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -60,14 +61,17 @@ def rows() -> list[Trajectory]:
     return made
 
 
-def correction(mode: str, cap: float) -> Tensor:
+def correction(mode: str, cap: float | None, floor: float | None) -> Tensor:
     """[6, 5] or [6, 1]: the ratio of old policy and sampler, as GRPOTrainer prepares it when it samples.
 
     That code runs inside generation and cannot be called by itself, so it is written out here.
     """
     gap = (numbers("old") - numbers("rollout")) * mask()
     ratio = (gap.sum(1, keepdim=True) if mode.startswith("sequence") else gap).exp()
-    return torch.where(ratio > cap, cap if mode.endswith("truncate") else 0.0, ratio)
+    if mode.endswith("truncate"):
+        return ratio.clamp(min=floor, max=cap)
+    beyond = (ratio < (-math.inf if floor is None else floor)) | (ratio > (math.inf if cap is None else cap))
+    return ratio.masked_fill(beyond, 0.0)
 
 
 def logprobs(name: str = "now") -> list[Tensor]:
@@ -144,10 +148,10 @@ def trl_grpo(loss_type: str, *, correction: Tensor | None = None, **settings: An
     scored = numbers("now"), torch.zeros_like(numbers("now")), None
     defaults = {
         "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token",
-        "max_completion_length": 8,
+        "max_completion_length": 8, "off_policy_mask_threshold": None,
     }  # fmt: skip
     me = trainer(
-        loss_type=loss_type, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        loss_type=loss_type, top_entropy_quantile=1.0, get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
         use_vllm=correction is not None, vllm_importance_sampling_correction=correction is not None,
         current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
@@ -163,6 +167,7 @@ def trl_grpo(loss_type: str, *, correction: Tensor | None = None, **settings: An
         "ref_per_token_logps": numbers("ref"),
         "num_items_in_batch": mask().sum(),
         "importance_sampling_ratio": correction,
+        "sampling_per_token_logps": numbers("rollout"),
     }
     return float(GRPOTrainer._compute_loss(me, None, inputs))
 
@@ -214,7 +219,24 @@ def test_policy_losses_are_those_of_trl(name):
     assert ours(loss)[0] == pytest.approx(trl_grpo(kind, **options), rel=1e-12)
 
 
+@pytest.mark.parametrize(("cap", "floor"), [(1.5, None), (1.5, 0.8), (None, 0.8)])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_corrected_policy_losses_are_those_of_trl(mode):
-    loss = losses.grpo(kl=0.1, importance_cap=1.5, importance_mode=mode)
-    assert ours(loss)[0] == pytest.approx(trl_grpo("grpo", beta=0.1, correction=correction(mode, 1.5)), rel=1e-12)
+def test_corrected_policy_losses_are_those_of_trl(mode, cap, floor):
+    loss = losses.grpo(kl=0.1, importance_cap=cap, importance_floor=floor, importance_mode=mode)
+    (value, metrics), factor = ours(loss), correction(mode, cap, floor)
+    assert value == pytest.approx(trl_grpo("grpo", beta=0.1, correction=factor), rel=1e-12)
+    unbounded, trained = correction(mode.replace("truncate", "mask"), None, None).expand_as(mask()), mask()
+    for name, beyond in (("capped", unbounded > (cap or math.inf)), ("floored", unbounded < (floor or 0.0))):
+        shares = (beyond * trained).sum(1) / trained.sum(1)  # a mean over rows, as grpo's
+        assert metrics[f"importance_{name}"] == pytest.approx(float(shares[trained.any(1)].mean()), rel=1e-12)
+    assert metrics["importance_floored"] > 0 if floor else metrics["importance_capped"] > 0
+
+
+def test_rows_that_have_become_unlikely_are_left_out_as_by_trl():
+    """By GRPOTrainer's `off_policy_mask_threshold`, with the sampler's log-probabilities."""
+    values = {}
+    for kl in (0.05, 0.3, 9.0):
+        values[kl], metrics = ours(losses.grpo(kl=0.1, off_policy_kl=kl))
+        assert values[kl] == pytest.approx(trl_grpo("grpo", beta=0.1, off_policy_mask_threshold=kl), rel=1e-12)
+        assert (metrics["off_policy"] == 0) == (kl == 9.0)
+    assert values[9.0] == pytest.approx(ours(losses.grpo(kl=0.1))[0], rel=1e-12) != pytest.approx(values[0.05])

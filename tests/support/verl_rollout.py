@@ -81,7 +81,7 @@ class Adapter(base.BaseRollout):
 class TwoCalls(AgentLoopBase):
     """Call the model, drop the half of what it said, let a tool answer, call it again: two trajectories that fork.
 
-    The reward is the share of generated tokens that are 20 or above.
+    Both train the half that stays. The reward is the share of generated tokens that are 20 or above.
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
@@ -101,8 +101,12 @@ class TwoCalls(AgentLoopBase):
             AgentLoopOutput(
                 prompt_ids=prompt,
                 response_ids=[*context, *output.token_ids],
-                response_mask=[0] * len(context) + [1] * CALL,
-                response_logprobs=[0.0] * len(context) + output.log_probs,
+                response_mask=[1] * len(context[:-1]) + [0] * len(context[-1:]) + [1] * CALL,
+                response_logprobs=[
+                    *first.log_probs[: len(context[:-1])],
+                    *[0.0] * len(context[-1:]),
+                    *output.log_probs,
+                ],
                 reward_score=reward,
                 num_turns=2,
                 metrics={},

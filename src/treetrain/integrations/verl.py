@@ -8,6 +8,9 @@ Two variables switch it on, in every process of a run, without a change to verl 
 verl then asks this engine for old and reference log-probabilities and for updates. All rows that a process has of a
 mini-batch are one tree; verl's own losses run once over all of them. Critics stay with verl's own engine. verl's v1
 trainers send the rows of a prompt to one process.
+
+An agent loop may return several trajectories (sub-agents, a rewritten history) that train the same turns again. With
+``TREETRAIN_COUNT=once`` beside the two variables, each sampled token counts in the first of them alone.
 """
 
 import functools
@@ -32,6 +35,7 @@ from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.engine import TreeEngine
 from treetrain.layers.trajectory import Trajectory
+from treetrain.logs.once import count_once, repeats
 
 NOT_ON_A_TREE = ("distillation_use_topk", "distillation_only")
 """Settings of verl's batches that a tree does not support."""
@@ -89,6 +93,11 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
             dp_size=self.get_data_parallel_size(),
             batch_num_tokens=int(tokens.item()),
         )
+        if not forward_only and counts_once() and not self._asks(data, COUNTED):
+            raise DataError(
+                f"{COUNT}=once, but no trainer has counted the tokens of this batch: take verl's v1 trainer "
+                f"(trainer.use_v1=True), with the variable in its process too, or unset {COUNT}"
+            )
         data = data.to(get_device_id())
         asks_for = {name: self._asks(data, name) for name in ("calculate_entropy", "calculate_sum_pi_squared")}
         narrow = self._autocast_dtype != torch.float32
@@ -167,6 +176,116 @@ def keep_prompts_together() -> None:
 
 
 keep_prompts_together()
+
+COUNT = "TREETRAIN_COUNT"
+"""The variable that says how often a token counts that several trajectories of an agent loop train."""
+COUNTED = "tree_counted_once"
+"""What a batch says once that is done."""
+SUMS_OF_TOKENS = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo")
+"""The policy losses of verl in which each token's loss depends on that token alone."""
+
+
+def counts_once() -> bool:
+    """Whether each sampled token counts once. Raises ValueError for a value of the variable that is not known."""
+    value = os.environ.get(COUNT) or "per trajectory"
+    if value not in ("once", "per trajectory"):
+        raise ValueError(f"{COUNT}={value} is neither 'once' nor 'per trajectory'")
+    return value == "once" and os.environ.get("VERL_ENGINE_VENDOR") == "treetrain"
+
+
+def count_tokens_once() -> None:
+    """Have verl's v1 trainers leave out tokens that an earlier trajectory of the same agent loop trains.
+
+    They do so after advantages are computed, in the whole batch, so neither processes nor mini-batches matter.
+    """
+    try:
+        import transfer_queue
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    except ImportError:
+        return
+    compute_advantage = PPOTrainer._compute_advantage
+
+    @functools.wraps(compute_advantage)
+    def compute_and_count(self: Any, batch: Any, metrics: dict) -> Any:
+        batch = compute_advantage(self, batch, metrics)
+        if counts_once():
+            check_sums_tokens(self.config)
+            fields = ["input_ids", "response_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs"]
+            data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+            masks, numbers = once_masks(batch.keys, data)
+            batch = transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=masks)
+            metrics.update(numbers)
+            batch.extra_info[COUNTED] = True
+        return batch
+
+    PPOTrainer._compute_advantage = compute_and_count
+
+
+count_tokens_once()
+
+
+def check_sums_tokens(config: Any) -> None:
+    """Raise ValueError if verl's policy loss is no sum over tokens that is divided by their number."""
+    actor = config.actor_rollout_ref.actor
+    loss = (actor.get("policy_loss") or {}).get("loss_mode", "vanilla")
+    for name, value, allowed in (
+        ("loss_agg_mode", actor.loss_agg_mode, ("token-mean",)),
+        ("policy_loss.loss_mode", loss, SUMS_OF_TOKENS),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"{COUNT}=once counts tokens, so the loss must be a mean over tokens: actor.{name}={value} is not; set "
+                f"it to {' or '.join(allowed)}, or unset {COUNT}"
+            )
+
+
+def once_masks(keys: Sequence[str], data: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+    """Masks of responses in which each sampled token is trained in the first trajectory of its agent loop alone.
+
+    The advantages of a token must be equal in all its trajectories. Log-probabilities may differ by the numerics that
+    computed them: those of the first count, and the largest difference is among the metrics.
+
+    Args:
+        keys: prompt_session_index of each row, as verl's v1 trainers name them.
+        data: jagged input_ids [K, L_k], and response_mask, loss_mask and advantages [K, R_k] of its last tokens;
+            old_log_probs and rollout_log_probs if there are any.
+
+    Returns:
+        response_mask and loss_mask; metrics.
+
+    Raises:
+        DataError: two trajectories give one token different advantages.
+    """
+    order = sorted(range(len(keys)), key=lambda k: (keys[k].rpartition("_")[0], int(keys[k].rpartition("_")[2])))
+    scores = [name for name in ("old_log_probs", "rollout_log_probs") if name in data]
+    names = ("input_ids", "response_mask", "advantages", *scores)
+    columns = {name: [row.detach().cpu().numpy() for row in data[name].unbind()] for name in names}
+    rows = []
+    for k in order:
+        ids, trained = columns["input_ids"][k], columns["response_mask"][k] != 0
+        whole = [np.zeros(len(ids)) for _ in range(2)]
+        whole[0][len(ids) - len(trained) :], whole[1][len(ids) - len(trained) :] = trained, columns["advantages"][k]
+        episode = keys[k].rpartition("_")[0]
+        rows.append(Trajectory(ids, loss_weights=whole[0], advantages=whole[1], episode=episode, id=keys[k]))
+    counted, largest = count_once(rows), 0.0
+    for number, other, at in repeats(rows):
+        for name in scores:
+            pair = []
+            for one in (number, other):
+                values = columns[name][order[one]]
+                pair.append(values[at - (len(rows[one]) - len(values))])
+            largest = max(largest, float(np.abs(pair[0] - pair[1]).max(initial=0.0)))
+    trained, once = (sum(int((row.weights != 0).sum()) for row in own) for own in (rows, counted))
+    keep = dict(zip(order, ((row.weights != 0) for row in counted)))
+    masks = {}
+    for name in ("response_mask", "loss_mask"):
+        left = [
+            row * torch.from_numpy(keep[k][len(keep[k]) - len(row) :]).to(row)
+            for k, row in enumerate(data[name].unbind())
+        ]
+        masks[name] = torch.nested.as_nested_tensor(left, layout=torch.jagged)
+    numbers = {"tree/repeated_tokens": 1 - once / max(trained, 1), "tree/repeated_logprob_difference": largest}
+    return TensorDict(masks, batch_size=len(keys)), numbers
 
 
 def check_settings(model_config: Any, engine_config: Any) -> None:

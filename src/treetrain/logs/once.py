@@ -57,33 +57,36 @@ def count_once(
         if row.pair is not None:
             named = _name(rows, number)
             raise DataError(f"row {named} is of a pair: pairs compare whole rows, so take count='per trajectory'")
-    changed = list(rows)
+    weights: dict[int, NDArray[np.floating]] = {}
+    remarked = set()
+    for number, other, at in repeats(rows):
+        _check_facts(rows, advantages, other, number, at)
+        _check_sets(rows, other, number, at)
+        row = rows[number]
+        if notes is not None and row.advantages is None and rows[other].reward != row.reward and number not in remarked:
+            remarked.add(number)
+            notes.place = f"row {number}" if row.id is None else str(row.id)
+            notes.add("tokens that count once are in rows of different rewards; they count with the first row's")
+        weights.setdefault(number, row.weights.copy())[at] = 0.0
+    return [
+        row if number not in weights else row.replace(loss_weights=weights[number]) for number, row in enumerate(rows)
+    ]
+
+
+def repeats(rows: Sequence[Trajectory]) -> Iterator[tuple[int, int, Int64s]]:
+    """Trained tokens that an earlier row trains: the number of their row and of that one, and their places."""
     for members in _repeating(rows):
         paths = _paths([rows[number] for number in members])
         first = np.full(
             1 + max(int(path.max(initial=-1)) for path in paths), -1, np.int64
         )  # the row that trains a token
         for number, path in zip(members, paths):
-            row, before = rows[number], first[path]
-            trained = row.weights != 0
+            before = first[path]
+            trained = rows[number].weights != 0
             again = trained & (before >= 0)
             first[path[trained & ~again]] = number
-            if not again.any():
-                continue
-            others = np.unique(before[again]).tolist()
-            for other in others:
-                at = np.flatnonzero(again & (before == other))
-                _check_facts(rows, advantages, other, number, at)
-                _check_sets(rows, other, number, at)
-            if (
-                notes is not None
-                and row.advantages is None
-                and len({rows[one].reward for one in (*others, number)}) > 1
-            ):
-                notes.place = f"row {number}" if row.id is None else str(row.id)
-                notes.add("tokens that count once are in rows of different rewards; they count with the first row's")
-            changed[number] = row.replace(loss_weights=np.where(again, 0.0, row.weights))
-    return changed
+            for other in np.unique(before[again]).tolist():
+                yield number, other, np.flatnonzero(again & (before == other))
 
 
 def sampled_apart(rows: Sequence[Trajectory]) -> Int64s:

@@ -274,9 +274,10 @@ class PolicyLoss(Loss):
 
     Metrics: policy_loss, advantage; with clipping ratio (and _max, _min), clip_fraction (and _low, _high), approx_kl =
     KL(old || now); kl and entropy where computed; the metrics of `ValueLoss`. With a correction: importance (the mean
-    factor; _max and _min are taken before the cap), importance_square (the mean of its square: importance^2 /
-    importance_square is the effective share of the tokens), importance_capped (the share above the cap), rollout_kl =
-    KL(rollout || old).
+    factor; _max and _min are taken before the limits), importance_square (the mean of its square: importance^2 /
+    importance_square is the effective share of the tokens), importance_capped and importance_floored (the shares above
+    the cap and below the floor), rollout_kl = KL(rollout || old). With off_policy_kl: off_policy (the share of the
+    tokens that it leaves out).
     """
 
     surrogate: Surrogate = "clipped"
@@ -302,9 +303,15 @@ class PolicyLoss(Loss):
     importance_cap: float | None = numeric(None, positive=True)
     """If given, the policy term (not KL or entropy) is multiplied by exp(old - rollout), which corrects for a sampler
     with other numerics, up to this number; rows then need rollout_logprobs. 2 to 5 is common."""
+    importance_floor: float | None = numeric(None, positive=True)
+    """The smallest such factor, at most the cap; without a cap larger ones stay as they are."""
     importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
-    """Truncation turns larger factors into the cap, masking into 0. "token_" modes have one factor per token,
-    "sequence_" modes one per row, from the sum over its trained tokens."""
+    """Truncation turns factors beyond cap and floor into these, masking into 0. "token_" modes have one factor per
+    token, "sequence_" modes one per row, from the sum over its trained tokens."""
+    off_policy_kl: float | None = numeric(None, positive=True)
+    """If given, the policy term leaves out rows that have become unlikely: those of a negative advantage whose tokens'
+    mean of rollout - l is above this (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Rows then need rollout_logprobs.
+    The normaliser still counts them."""
     value_coefficient: float = numeric(0.0)
     """Factor of the value loss (see `ValueLoss`); 0.5 is common. Above 0 the model needs a value head, and trained rows
     need returns (and values, for the clip). The value loss has the weights and the normaliser of the policy term."""
@@ -316,15 +323,30 @@ class PolicyLoss(Loss):
         return self.surrogate != "logprob"
 
     @property
+    def corrected(self) -> bool:
+        """Whether the policy term is multiplied by the ratio of old policy and sampler."""
+        return self.importance_cap is not None or self.importance_floor is not None
+
+    def __post_init__(self) -> None:
+        Loss.__post_init__(self)
+        floor, cap = self.importance_floor, self.importance_cap
+        if floor is not None and cap is not None and floor > cap:
+            raise ValueError(
+                f"importance_floor is {floor} and importance_cap {cap}; the floor must not be above the cap"
+            )
+
+    @property
     def by_prediction(self) -> bool:
-        by_row = self.importance_cap is not None and self.importance_mode.startswith("sequence")
-        return not by_row and self.surrogate != "clipped sequence" and self.length is None
+        by_row = self.corrected and self.importance_mode.startswith("sequence")
+        return (
+            not by_row and self.off_policy_kl is None and self.surrogate != "clipped sequence" and self.length is None
+        )
 
     @property
     def needs(self) -> tuple[str, ...]:
         needs = ["logprobs", "advantages"]
         needs += ["old_logprobs"] if self.clipped and not self.on_policy else []
-        needs += [] if self.importance_cap is None else ["rollout_logprobs"]
+        needs += ["rollout_logprobs"] if self.corrected or self.off_policy_kl is not None else []
         needs += [] if self.kl == 0 else ["ref_logprobs"]
         needs += ["entropies"] if self.entropy != 0 or self.log_entropy else []
         needs += [] if self.value_coefficient == 0 else self._values.needs
@@ -369,9 +391,14 @@ class PolicyLoss(Loss):
                 }
             if not self.on_policy:
                 ratios["ratio"] = watched["ratio"]
-        if self.importance_cap is not None:
-            factor, correction, ratios["importance"] = self._correction(old, facts, self.importance_cap)
+        if self.corrected:
+            factor, correction, ratios["importance"] = self._correction(old, facts)
             loss, watched = loss * factor, watched | correction
+        if self.off_policy_kl is not None:
+            with torch.no_grad():
+                apart = facts.sum_by_row(facts.rollout_logprobs - logprobs) / _tokens_of_row(facts)
+                stale = (advantages < 0) & (apart[facts.rows] > self.off_policy_kl)
+            loss, watched = loss.masked_fill(stale, 0.0), watched | {"off_policy": stale.to(loss.dtype)}
         watched |= {"policy_loss": loss, "advantage": advantages}
         if self.kl != 0:
             watched["kl"] = KL_ESTIMATORS[self.kl_estimator](logprobs, facts.ref_logprobs)
@@ -386,8 +413,8 @@ class PolicyLoss(Loss):
         return total + self.value_coefficient * of_values, metrics | value_metrics
 
     @torch.no_grad()
-    def _correction(self, old: Tensor, facts: Facts, cap: float) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Truncated importance sampling for rows that were sampled with other numerics than training's.
+    def _correction(self, old: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Truncated or masked importance sampling for rows that were sampled with other numerics than training's.
 
         Returns:
             The bounded factor of each token's policy term, exp(old - rollout) of the token or the row; numbers to log;
@@ -397,21 +424,24 @@ class PolicyLoss(Loss):
         if self.importance_mode.startswith("sequence"):
             # Both are 0 at untrained predictions, so only trained ones count.
             log_ratio = facts.sum_by_row(log_ratio)[facts.rows]
-        beyond = log_ratio > math.log(cap)
-        factor = log_ratio.clamp(max=math.log(cap)).exp()
+        high = math.inf if self.importance_cap is None else math.log(self.importance_cap)
+        low = -math.inf if self.importance_floor is None else math.log(self.importance_floor)
+        above, below = log_ratio > high, log_ratio < low
+        factor = log_ratio.clamp(low, high).exp()
         if self.importance_mode.endswith("mask"):
-            factor = factor.masked_fill(beyond, 0.0)
+            factor = factor.masked_fill(above | below, 0.0)
         watched = {
             "importance": factor,
             "importance_square": factor.square(),
-            "importance_capped": beyond.to(factor.dtype),
+            "importance_capped": above.to(factor.dtype),
+            "importance_floored": below.to(factor.dtype),
             "rollout_kl": k3(facts.rollout_logprobs, old),  # sampled from the rollout policy: KL(rollout || old)
         }
         return factor, watched, log_ratio.exp()
 
     def coefficients(self, facts: Facts) -> Float[Tensor, " T"] | None:
         # On policy r = 1, so the gradient of the policy term is -A for any l.
-        constant = (self.on_policy or not self.clipped) and self.importance_cap is None
+        constant = (self.on_policy or not self.clipped) and not self.corrected and self.off_policy_kl is None
         kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
         if not (constant and kl_is_linear and self.value_coefficient == 0) or "entropies" in self.needs:
             return None
@@ -419,6 +449,11 @@ class PolicyLoss(Loss):
         if self.surrogate == "clipped sequence":
             credit = _mean_of_row(credit, facts)
         return facts.shares(self.reduction) * (self.kl - credit)
+
+
+def _tokens_of_row(facts: Facts) -> Float[Tensor, " K"]:
+    """The number of trained tokens of each row, at least 1."""
+    return facts.sum_by_row((facts.weights != 0).to(facts.dtype)).clamp(min=1)
 
 
 def _mean_of_row(per_prediction: Float[Tensor, " T"], facts: Facts) -> Float[Tensor, " T"]:

@@ -21,8 +21,10 @@ from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
+from treetrain.logs.once import Count, checked_count
 from treetrain.trainers.batches import ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
+from treetrain.trainers.once import data_counted_once
 from treetrain.trainers.outputs import Answer, Output, Question, TokensOutput, TreeOutput, kind_of_output
 from treetrain.trainers.patches import OwnForward, TreeForward, before_steps, is_fused, weakly
 from treetrain.trainers.processes import Processes
@@ -36,11 +38,17 @@ PROCESSES = {"FSDP": ShardedProcesses, "DEEPSPEED": ZeroProcesses}
 """How processes hold weights, by accelerate's distributed type; otherwise each holds all of them."""
 
 
-def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check: bool | Literal["rows"] = True) -> T:
+def share_prefixes(
+    trainer: T,
+    budget: int | str | Bytes | None = None,
+    *,
+    check: bool | Literal["rows"] = True,
+    count: Count = "per trajectory",
+) -> T:
     """Make a trainer compute every shared prefix of a batch once, in forward and backward, and return it.
 
-    Losses, gradients, metrics and evaluation do not change. Rows of one optimizer step on one process
-    share prefixes, across micro-batches; `PrefixGroupSampler` brings such rows together.
+    Losses, gradients, metrics and evaluation do not change, unless `count` asks for it. Rows of one optimizer step on
+    one process share prefixes, across micro-batches; `PrefixGroupSampler` brings such rows together.
 
     Args:
         trainer: a `transformers.Trainer` with a causal LM, or one of TRL that takes rewards or log-probabilities of
@@ -52,6 +60,9 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
             difference, and stop if it is too large. True runs the plain model on the batch as the trainer gives it;
             "rows" on each row by itself, where that batch changes its rows (padding that positions count, packed rows
             that see one another). False does not compare.
+        count: "per trajectory" trains a token in every row whose labels have it. "once" trains it in the first of
+            them in `train_dataset` only (within an `episode`, if the data have such a column), and the normaliser
+            counts it once; for `SFTTrainer` and plain trainers.
 
     Returns:
         the same object; its class is now a subclass of the one it had.
@@ -60,6 +71,7 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
         UnsupportedModel: the model would not be exact on a tree.
         ValueError: a setting of the trainer that cannot be exact (the message says what to change), or a version of
             TRL whose trainers do not ask for log-probabilities in a known way.
+        DataError: count="once", and two rows give one token different facts (advantages, log-probabilities, ...).
     """
     if check not in (True, False, "rows"):
         raise ValueError(f"check is {check!r}; give True, False or 'rows'")
@@ -67,7 +79,10 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
         raise ValueError("this trainer shares prefixes already; call share_prefixes once")
     if not isinstance(trainer, Trainer):
         raise TypeError(f"share_prefixes takes a transformers.Trainer or a subclass, not a {type(trainer).__name__}")
+    once = data_counted_once(trainer) if checked_count(count) == "once" else None
     sharing = PrefixSharing(trainer, budget, check)
+    if once is not None:
+        trainer.train_dataset = once
     plain = type(trainer)
     trainer.__class__ = type(plain.__name__, (SharesPrefixes, plain), {"__doc__": plain.__doc__})
     trainer.prefix_sharing = sharing  # type: ignore[attr-defined]
@@ -80,14 +95,19 @@ class SharePrefixesMixin:
     Its ``__init__`` ends with `share_prefixes`, which works around the methods that the subclass overrides.
 
     Args:
-        budget, check: see `share_prefixes`; all other arguments are the trainer's.
+        budget, check, count: see `share_prefixes`; all other arguments are the trainer's.
     """
 
     def __init__(
-        self, *args: Any, budget: int | str | Bytes | None = None, check: bool | Literal["rows"] = True, **kwargs: Any
+        self,
+        *args: Any,
+        budget: int | str | Bytes | None = None,
+        check: bool | Literal["rows"] = True,
+        count: Count = "per trajectory",
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        share_prefixes(self, budget, check=check)  # type: ignore[type-var]
+        share_prefixes(self, budget, check=check, count=count)  # type: ignore[type-var]
 
 
 class SharesPrefixes:

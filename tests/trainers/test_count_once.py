@@ -1,0 +1,160 @@
+"""count="once" in trainers: a step is that of one row for each sampled token, by a formula written out row by row."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trainer_runs as runs
+from datasets import Dataset
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import treetrain as tt
+from treetrain.core.errors import DataError
+
+# Calls of two episodes that begin alike. In each the answers 5 6 and 8 come again, in a later call or another branch.
+IDS = [
+    [2, 3, 4, 5, 6],
+    [2, 3, 4, 5, 6, 7, 8],
+    [2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+    [2, 3, 4, 5, 6, 12, 13],
+    [2, 3, 4, 5, 6],
+    [2, 3, 4, 5, 6, 7, 8],
+    [2, 3, 4, 5, 7, 8, 9],
+    [20, 3, 4, 5, 6],
+]
+TRAINED = [{3, 4}, {3, 4, 6}, {3, 4, 6, 8, 9}, {3, 4, 6}, {3, 4}, {3, 4, 6}, {3, 5, 6}, {3, 4}]
+EPISODES = [0, 0, 0, 0, 1, 1, 1, 1]
+RATE = 0.5
+
+
+def data(*, episodes: bool = True, **columns: Any) -> Dataset:
+    """The rows with labels."""
+    labels = [[x if at in on else -100 for at, x in enumerate(ids)] for ids, on in zip(IDS, TRAINED)]
+    own = {"episode": EPISODES} if episodes else {}
+    return Dataset.from_dict({"input_ids": IDS, "labels": labels, **own, **columns})
+
+
+def by_hand(*, episodes: bool = True) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a step and the weights after it, from each row alone and a set of the tokens that have been seen."""
+    model = runs.model(dtype=torch.float64)
+    seen, total = set(), torch.zeros((), dtype=torch.float64)
+    with runs.double():
+        for ids, on, episode in zip(IDS, TRAINED, EPISODES):
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            for at in sorted(on):
+                name = (episode if episodes else None, *ids[: at + 1])
+                if name not in seen:
+                    seen.add(name)
+                    total = total - logprobs[at - 1, ids[at]]
+        (total / len(seen)).backward()
+    grads = {name: p - RATE * p.grad for name, p in model.named_parameters()}
+    return total.item() / len(seen), {name: p.detach() for name, p in grads.items()}
+
+
+def trained(name: str, folder: Path, dataset: Any, *, budget: int | None = None, size: int = 1, **options: Any) -> Any:
+    """A trainer after one step of all eight rows, in two micro-batches."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 1, "per_device_train_batch_size": 4 // size, "report_to": [],
+        "gradient_accumulation_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "optim": "sgd",
+        "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True,
+        "max_grad_norm": 0.0, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+        "ddp_backend": "gloo" if size > 1 else None,
+    }  # fmt: skip
+    model, words = runs.model(dtype=torch.float64), runs.tokenizer()
+    if name == "sft":
+        args = SFTConfig(**{"max_length": None, **settings})
+        trainer: Any = SFTTrainer(model, args, train_dataset=dataset, processing_class=words)
+    else:
+        model.loss_function = runs._mean_in_float64
+        collator = DataCollatorForSeq2Seq(words, padding=True)
+        trainer = Trainer(model, TrainingArguments(**settings), train_dataset=dataset, data_collator=collator)
+    tt.share_prefixes(trainer, budget, count="once", **options)
+    with runs.double():
+        trainer.train()
+    return trainer
+
+
+def check(trainer: Any, expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+    loss, weights = expected
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)  # logs are of float32
+    for name, p in trainer.model.named_parameters():
+        torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("sft", None), ("plain", 4), ("sft", 4), ("plain", None)])
+def test_a_step_trains_each_sampled_token_once(name, budget, tmp_path):
+    check(trained(name, tmp_path, data(), budget=budget), by_hand())
+
+
+def test_rows_without_episodes_repeat_any_earlier_row(tmp_path):
+    expected = by_hand(episodes=False)
+    assert expected[0] != pytest.approx(by_hand()[0], rel=1e-6)
+    check(trained("sft", tmp_path, data(episodes=False)), expected)
+    check(trained("plain", tmp_path, [dict(row) for row in data(episodes=False)], check=False), expected)
+
+
+def of_ranks(group: Any, folder: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The logged loss and the weights of a rank after one step of all rows."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    trainer = trained("sft", Path(folder), data(), size=size)
+    weights = {name: p.detach() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
+    return trainer.state.log_history[0]["loss"], weights
+
+
+def test_two_processes_count_a_token_once_between_them(two, tmp_path):
+    loss, weights = by_hand()
+    for logged, found in two.run(of_ranks, str(tmp_path), timeout=400):
+        assert logged == pytest.approx(loss, rel=1e-6)
+        for name, p in found.items():
+            torch.testing.assert_close(p, weights[name], rtol=0, atol=1e-12)
+
+
+def test_facts_of_one_token_that_differ_are_an_error_with_both_values(tmp_path):
+    advantages = [[1.0 + (n == 1)] * len(ids) for n, ids in enumerate(IDS)]
+    with pytest.raises(
+        DataError, match=r"rows 0 and 1 both train token 3 .*advantages 1 and 2; count='once' needs one"
+    ):
+        trained("plain", tmp_path, data(advantages=advantages))
+    check(trained("plain", tmp_path, data(advantages=[[1.0] * len(ids) for ids in IDS])), by_hand())
+
+
+def refused(trainer: Any, message: str) -> None:
+    kind, dataset = type(trainer), trainer.train_dataset
+    with pytest.raises((ValueError, DataError), match=message):
+        tt.share_prefixes(trainer, count="once")
+    assert type(trainer) is kind and trainer.train_dataset is dataset
+    assert not hasattr(trainer, "prefix_sharing")
+
+
+REFUSED = {"grpo": "draws every row by itself", "dpo": "compares whole rows", "reward": "trains no tokens"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_trainers_whose_rows_do_not_repeat_samples_are_refused_by_name(name, tmp_path):
+    settings = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}
+    refused(runs.BUILDERS[name](settings, torch.float32, tmp_path), rf"Trainer {REFUSED[name]}.*SFTTrainer and a plain")
+
+
+def test_data_that_cannot_be_counted_are_refused(tmp_path):
+    def plain(dataset: Any, collator: Any = None) -> Trainer:
+        args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
+        collator = collator or DataCollatorForSeq2Seq(runs.tokenizer(), padding=True)
+        return Trainer(runs.model(), args, train_dataset=dataset, data_collator=collator)
+
+    with pytest.raises(ValueError, match="count='twice' is neither"):
+        tt.share_prefixes(plain(data()), count="twice")  # type: ignore[arg-type]
+    refused(plain(Dataset.from_dict({"text": ["a"]})), "rows of input_ids, and train_dataset has text")
+    refused(plain(data().add_column("seq_lengths", [[3]] * 8)), "packing=False")
+    refused(plain(None), "give a train_dataset with a length")
+    refused(plain(data().map(lambda row: {"labels": row["labels"][1:]})), "row 0 .* 5 input_ids and 4 labels")
+    makes_labels = DataCollatorForLanguageModeling(runs.tokenizer(), mlm=False)
+    refused(plain(data(), makes_labels), "DataCollatorForLanguageModeling.*makes labels of its own|cannot take them")
