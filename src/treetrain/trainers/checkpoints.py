@@ -42,7 +42,7 @@ from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import RanksDisagree, quoted, shortened
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.logs.records import Json
-from treetrain.parallel.process_group import GroupRanks, check_same
+from treetrain.parallel.process_group import GroupRanks, check_same, limit_waits
 from treetrain.trainers import run_folder
 from treetrain.trainers.checkpoint_files import (
     CheckpointNotWritten,
@@ -231,6 +231,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             SystemExit: Ctrl-C or SIGTERM, with its exit code; a checkpoint of the last step is written.
         """
         check_name(self.args.output_dir or "")
+        limit_waits(self.args.ddp_timeout)
         folder, wanted, restoring = Path(self.args.output_dir or ""), resume_from_checkpoint, _Restoring(self)
         self.skipped_steps = SkippedSteps()
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -250,7 +251,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 self.add_callback(callback)
                 stack.callback(self.remove_callback, callback)
             with _named_misfits(self._resumed, restoring):
-                return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
+                try:
+                    return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
+                except RuntimeError as error:
+                    self._ranks.explain(error)
+                    raise
 
     def _check_folder(self, folder: Path, wanted: str | bool | None) -> None:
         """Refuse a folder with anything that the run would replace. Raises FolderRefused."""

@@ -21,6 +21,7 @@ from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
+from treetrain.parallel.process_group import limit_waits
 from treetrain.trainers.batches import ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
 from treetrain.trainers.outputs import Answer, Output, Question, TokensOutput, TreeOutput, kind_of_output
@@ -97,6 +98,7 @@ class SharesPrefixes:
 
     def train(self, *args: object, **kwargs: object) -> object:
         """Train as the trainer does. If another process has ended, the error says which."""
+        limit_waits(self.args.ddp_timeout)  # type: ignore[attr-defined]
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
