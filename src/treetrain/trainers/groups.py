@@ -98,11 +98,11 @@ class PrefixGroupSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         draws = np.random.default_rng([self.seed, self.epoch])
-        blocks = self._blocks(draws)
+        blocks = self.blocks(draws)
         for first in range(0, len(blocks), self.processes):
             yield from self._across_processes(np.concatenate(blocks[first : first + self.processes]))
 
-    def _blocks(self, draws: np.random.Generator) -> list[RowNumbers]:
+    def blocks(self, draws: np.random.Generator) -> list[RowNumbers]:
         """One array of rows for each optimizer step on each process; all but the last are full."""
         size = self.batch_size * self.accumulation
         open_blocks: list[tuple[int, list[RowNumbers]]] = []  # (free places, groups so far), ascending by the places
@@ -156,12 +156,16 @@ def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
     The rows of an optimizer step change, so losses differ from those of the trainer's own random order. Trainers that
     generate (GRPO, RLOO) draw whole groups themselves and need no sampler.
 
+    A stream (an `IterableDataset`, of torch or `datasets`) is read a few steps ahead. Its groups stay within a step,
+    whose rows are divided over the processes by the cost of their trees; see `streams.GroupStream`.
+
     Args:
         trainer: a constructed `transformers.Trainer`, or one of TRL's on top of it.
         key: a column of its training data, or a function of a row; see `PrefixGroupSampler`.
 
     Raises:
-        DataError: the training data has no length, no such column or no rows, or the trainer generates.
+        DataError: the training data has no such column or no rows, or the trainer generates, or it has a stream and a
+            loss that is not per token of the whole step.
     """
     from transformers import Trainer
 
@@ -173,7 +177,10 @@ def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
             "leave group_batches out"
         )
     if not isinstance(dataset, Sized):
-        raise DataError("the training data is a stream without a length, so that its rows cannot be grouped; load it")
+        from treetrain.trainers.streams import stream_loader
+
+        trainer.get_train_dataloader = stream_loader(trainer, key)
+        return trainer
     sampler = PrefixGroupSampler(
         dataset,
         args.train_batch_size // (args.world_size if trainer.accelerator.split_batches else 1),
