@@ -5,7 +5,11 @@
    (nothing recomputed, passes of 8,192 tokens), tokens computed on the ranks over those of one process, and the bound
    that no division can beat (an even share, or the longest row, whose tokens stay on one rank). Predicted, not
    measured. Rows go to results/dispatch.csv; left out without the data.
-2. 65,536 trajectories over 64 ranks: seconds by the processor's clock, from a token tree (its building is not counted)
+2. The same file and the leaves of tot_game24_bfs as a stream (`tt.group_batches`, trainers/streams.py): steps of so
+   many rows per rank, and the work of the slowest rank over the mean in all steps together. For 64 ranks the stream is
+   several copies of the file, each with other ids. "by number" is how accelerate divides the same steps. Rows go to
+   results/dispatch_streams.csv.
+3. 65,536 trajectories over 64 ranks: seconds by the processor's clock, from a token tree (its building is not counted)
    to every rank's row numbers; the trained predictions of the rows are counted again each time. Rows go to
    results/dispatch_speed.csv.
 """
@@ -24,6 +28,8 @@ from tree_shapes import codet_rows
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import TokenTree, build_tree
 from treetrain.parallel.balance import PASS_TOKENS, dispatch
+from treetrain.trainers.batches import IGNORED
+from treetrain.trainers.streams import GroupStream, trajectory
 from workloads import DATA, tokenizer
 
 RANKS = (2, 4, 8, 16, 64)
@@ -40,6 +46,12 @@ def tau_airline_calls() -> list[tt.Trajectory]:
 def codet_humaneval() -> list[tt.Trajectory]:
     """All 16,400 samples; samples trained."""
     return [row for number in range(164) for row in codet_rows(number)]
+
+
+def tot_game24() -> list[tt.Trajectory]:
+    """All 6,898 leaves of the search trees."""
+    path = DATA / "tot_game24_bfs" / "trajectories.jsonl"
+    return tt.load(path, tokenizer=tokenizer(), chat_template="chatml").trajectories
 
 
 FILES: dict[str, Callable[[], list[tt.Trajectory]]] = {
@@ -108,6 +120,55 @@ def balanced(name: str) -> Iterator[dict]:
             }
 
 
+STREAMS: dict[str, tuple[Callable[[], list[tt.Trajectory]], dict[int, tuple[int, int]]]] = {
+    "tau_airline, calls": (tau_airline_calls, {2: (128, 1), 8: (256, 1), 64: (512, 14)}),
+    "tot_game24_bfs": (tot_game24, {2: (128, 1), 8: (128, 1), 64: (128, 2)}),
+}
+"""Rows, and for each number of ranks the rows of a step per rank, and the copies of the file."""
+
+
+def streamed(name: str, ranks: int) -> Iterator[dict]:
+    """Balance of a stream's steps, as `tt.group_batches` divides them and by number."""
+    read, sizes = STREAMS[name]
+    per_rank, copies = sizes[ranks]
+    loaded = read()
+    rows = [
+        {
+            "input_ids": row.ids.astype(np.int64) + copy * 200_000,
+            "labels": np.where(row.weights > 0, row.ids, IGNORED),
+            "group": f"{row.group} {copy}",
+        }
+        for copy in range(copies)
+        for row in loaded
+    ]
+    stream = GroupStream(rows, per_rank, cost=PRICES, key="group", processes=ranks)
+    slowest: dict[str, list[float]] = {"ours": [], "by number": []}
+    mean: dict[str, list[float]] = {"ours": [], "by number": []}
+    steps = 0
+    for step in stream.steps():
+        if len(step) < stream.rows_of_step and steps:
+            continue  # the last, smaller one
+        steps += 1
+        whole = [trajectory(row) for row in step]
+        by_number = [np.arange(first, first + per_rank) for first in range(0, len(step), per_rank)]
+        for way, members in (("ours", stream.divide(step)), ("by number", by_number)):
+            seconds, _ = priced(whole, [np.array(numbers, np.int64) for numbers in members])
+            slowest[way].append(float(seconds.max()))
+            mean[way].append(float(seconds.mean()))
+    for way in slowest:
+        yield {
+            "stream": name,
+            "copies": copies,
+            "rows": len(rows),
+            "ranks": ranks,
+            "rows_per_rank": per_rank,
+            "steps": steps,
+            "way": way,
+            "slowest_over_mean": round(sum(slowest[way]) / sum(mean[way]), 4),
+            "most_slowest_over_mean": round(max(s / m for s, m in zip(slowest[way], mean[way])), 4),
+        }
+
+
 def timed(name: str, rows: list, repeats: int, ranks: int = 64) -> dict:
     """Processor seconds of a dispatch; prompts (the first half of every row) are not trained."""
     trained = [tt.Trajectory(row, loss_weights=(np.arange(len(row)) >= len(row) // 2).astype(float)) for row in rows]
@@ -132,12 +193,19 @@ def timed(name: str, rows: list, repeats: int, ranks: int = 64) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="timed dispatches per batch")
+    parser.add_argument("--streams", action="store_true", help="streams alone")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     arguments = parser.parse_args()
-    for name, rows in batches().items():
+    for name, rows in ({} if arguments.streams else batches()).items():
         result_rows.report("dispatch_speed", timed(name, rows, arguments.repeats), dry_run=arguments.dry_run)
     if not DATA.is_dir():
         print(f"whole files are left out: {DATA} is not there; set TREETRAIN_SHARED_DATA")
+        return
+    for name, (_, sizes) in STREAMS.items():
+        for ranks in sizes:
+            for row in streamed(name, ranks):
+                result_rows.report("dispatch_streams", row, dry_run=arguments.dry_run)
+    if arguments.streams:
         return
     for name in FILES:
         for row in balanced(name):

@@ -43,7 +43,7 @@ _PUBLIC = {
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "token_logprobs": "treetrain.trainers.token_logprobs",
     "PrefixGroupSampler": "treetrain.trainers.groups",
-    "group_batches": "treetrain.trainers.groups",
+    "group_batches": "treetrain.trainers.group_batches",
     "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
     "TreeArguments": "treetrain.trainers.arguments",
     "TreeTrainer": "treetrain.trainers.tree_trainer",
@@ -134,8 +134,8 @@ if TYPE_CHECKING:
     from treetrain.trainers.batches import to_packed as to_packed
     from treetrain.trainers.batches import to_padded as to_padded
     from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
+    from treetrain.trainers.group_batches import group_batches as group_batches
     from treetrain.trainers.groups import PrefixGroupSampler as PrefixGroupSampler
-    from treetrain.trainers.groups import group_batches as group_batches
     from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.token_logprobs import token_logprobs as token_logprobs

@@ -76,6 +76,11 @@ class Packed(PackedPart):
         super().__init__(batch.layout, device, batch.edges, np.flatnonzero(batch.used))
         self._batch, self._device = batch, device
 
+    @property
+    def layout(self) -> PackedLayout:
+        """The tokens and their predictions as arrays of numpy."""
+        return self._batch.layout
+
     def split(self, per_prediction: Shaped[Tensor, " T *c"]) -> list[Shaped[Tensor, " _ *c"]]:
         """The numbers of the predictions as one tensor [L - 1] (or [L - 1, c]) for every row of L tokens, as
         `tt.logprobs` returns.

@@ -23,7 +23,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from treetrain.trainers.groups import group_batches
+from treetrain.trainers.group_batches import group_batches
 
 PLUGIN = "treetrain.integrations.axolotl.TreePlugin"
 SETTINGS = {

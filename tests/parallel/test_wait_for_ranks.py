@@ -5,8 +5,11 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from support.processes import free_port
 from treetrain.core.errors import RanksDisagree
@@ -136,3 +139,25 @@ def test_ranks_find_each_other_though_one_host_came_back_and_counts_restarts_fro
     distributed.wait_for_ranks()
     process.join()
     assert process.exitcode == 0
+
+
+def silent_rank(group: Any) -> str:
+    """The error of a rank that waits for another one, which says nothing for two seconds, and its seconds."""
+    other = dist.new_group(list(range(dist.get_world_size(group))))
+    distributed.limit_waits(1.0)
+    began = time.monotonic()
+    try:
+        if dist.get_rank(group):
+            time.sleep(2.5)
+        else:
+            dist.all_reduce(torch.ones(1), group=other)
+    except RuntimeError as error:
+        return f"{error} after {time.monotonic() - began:.0f} s"
+    finally:  # these processes run other tests
+        distributed.limit_waits(1800.0)
+    return "nothing"
+
+
+def test_ddp_timeout_holds_in_every_group_on_the_cpu(run_on_ranks) -> None:
+    found = run_on_ranks(silent_rank, size=2)
+    assert "Timed out waiting 1000ms" in found[0] and "after 1 s" in found[0], found

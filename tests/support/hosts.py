@@ -136,6 +136,7 @@ class Hosts:
         for host in self.both:
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
             _ip("-n", host.name, "link", "set", "lo", "up")
+            host.run("sh", "-c", "echo 6 > /proc/sys/net/ipv4/tcp_retries2")
             host.join()
         return self.both
 

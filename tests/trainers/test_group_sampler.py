@@ -102,12 +102,9 @@ def test_a_missing_column_is_an_error_that_names_those_there():
         PrefixGroupSampler([], 4)
 
 
-def test_streams_and_trainers_that_generate_are_refused():
+def test_trainers_that_generate_are_refused():
     trainer = Trainer.__new__(Trainer)
-    vars(trainer).update(train_dataset=iter([]), args=None)
-    with pytest.raises(DataError, match="a stream without a length"):
-        tt.group_batches(trainer)
-    vars(trainer).update(train_dataset=[], num_generations=4)
+    vars(trainer).update(train_dataset=[], args=None, num_generations=4)
     with pytest.raises(DataError, match="draws whole groups of completions itself"):
         tt.group_batches(trainer)
 

@@ -13,7 +13,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from treetrain.trainers.groups import group_batches
+from treetrain.trainers.group_batches import group_batches
 from treetrain.trainers.share_prefixes import share_prefixes
 
 

@@ -20,8 +20,10 @@ DataError, ValueError, TypeError and UnsupportedModel rise where they are found,
 
 import datetime
 import os
+import queue
 import socket
 import sys
+import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,8 +48,8 @@ _MADE: dict[Hashable, Any] = {}
 """Process groups created here, by the group or mesh that they serve; all engines on it share them."""
 _ERROR = "treetrain error"
 """The key in a group's store of the error that ended a pass; the processes must start again after it."""
-CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
-"""The longest time a rank may read, plan or evaluate while the others wait for it."""
+_CONTROL = {"timeout": datetime.timedelta(minutes=30)}
+"""The longest time a rank may read, plan or evaluate while the others wait for it; see `limit_waits`."""
 ANSWER_TIMEOUT = datetime.timedelta(seconds=5)
 """The longest time a rank waits, when another one has gone, for the rest to say that they are there."""
 _ANSWERS = "treetrain is there/"
@@ -111,6 +113,20 @@ def wait_for_ranks() -> None:
         ) from error
 
 
+def limit_waits(seconds: float) -> None:
+    """Make collective calls on the CPU fail after so many seconds, in all process groups that this process has.
+
+    transformers passes `ddp_timeout` to torch where there is a GPU, not with `use_cpu`, and groups made beside the
+    first one have torch's half an hour.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    _CONTROL["timeout"] = timeout = datetime.timedelta(seconds=seconds)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if "cpu" in str(dist.get_backend_config(group)):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def _number(name: str, least: int, most: int | None = None) -> int:
     """A whole number in a variable of the environment. Raises ValueError."""
     text = os.environ[name]
@@ -162,7 +178,7 @@ class GroupRanks(Ranks):
         if "cpu" in str(dist.get_backend_config(self.group)):
             return self.group
         members = dist.get_process_group_ranks(self.group)
-        return _made_once(self.group, members, backend="gloo", timeout=CONTROL_TIMEOUT)
+        return _made_once(self.group, members, backend="gloo", timeout=_CONTROL["timeout"])
 
     def gather(self, value: T) -> list[T]:
         if self.alone:
@@ -190,13 +206,9 @@ class GroupRanks(Ranks):
             store.set(_ERROR, f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}")
             error.add_note("it came in the middle of a pass: the other ranks wait there until this process ends")
             return
-        try:
-            said = store.get(_ERROR).decode() if store.check([_ERROR]) else "see what it said"
-        except RuntimeError:  # the process that holds the store has ended
-            said = "see what it said"
         raise RanksDisagree(
-            "another rank has left this pass, by an error of its own or because its process ended: "
-            f"{said}; {self._gone}"
+            "another rank has left this pass, by an error of its own, or because its process or the network to it "
+            f"ended: {self._gone}"
         ) from error
 
     def explain(self, error: BaseException) -> None:
@@ -206,11 +218,22 @@ class GroupRanks(Ranks):
 
     @cached_property
     def _gone(self) -> str:
-        """The ranks that do not answer by the group's store, in words."""
+        """Why the others failed, and the ranks that do not answer by the group's store, in words.
+
+        Over a cut cable torch waits for a store without a timeout. So a thread asks, which may stay behind.
+        """
+        answer: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._ask, args=(answer,), daemon=True).start()
+        with suppress(queue.Empty):
+            return answer.get(timeout=2 * ANSWER_TIMEOUT.total_seconds())
+        return "the process that holds the ranks' store (rank 0, or torchrun) does not answer"
+
+    def _ask(self, answer: "queue.SimpleQueue[str]") -> None:
         assert self.group is not None
         store: Any = self.group.get_group_store()
         silent, until = [], time.monotonic() + ANSWER_TIMEOUT.total_seconds()
         try:
+            said = store.get(_ERROR).decode() if store.check([_ERROR]) else "see what it said"
             store.set(f"{_ANSWERS}{self.rank}", "")
             for rank in range(self.size):
                 left = datetime.timedelta(seconds=max(until - time.monotonic(), 0.1))
@@ -219,9 +242,13 @@ class GroupRanks(Ranks):
                 except dist.DistStoreError:
                     silent.append(rank)
         except RuntimeError:
-            return "the process that holds the ranks' store has ended (rank 0, or torchrun)"
+            answer.put("the process that holds the ranks' store has ended (rank 0, or torchrun)")
+            return
         seconds = f"within {ANSWER_TIMEOUT.total_seconds():g} s"
-        return f"no answer {seconds} from rank {', '.join(map(str, silent))} of {self.size}" if silent else "all answer"
+        named = (
+            f"no answer {seconds} from rank {', '.join(map(str, silent))} of {self.size}" if silent else "all answer"
+        )
+        answer.put(f"{said}; {named}")
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
@@ -310,7 +337,7 @@ def check_same(name: str, values: Sequence[object], must: str = CALL) -> None:
 
 def _was_left_by_others(error: BaseException) -> bool:
     """Whether a collective failed because of another rank, by the messages of torch's backends."""
-    words = ("closed by peer", "reset by peer", "Timed out waiting", "NCCL", "Broken pipe")
+    words = ("closed by peer", "reset by peer", "imed out", "NCCL", "Broken pipe", "unreachable", "No route to host")
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(w in str(error) for w in words)
     )

@@ -10,6 +10,7 @@ A step whose gradient is NaN or infinite is skipped (`skipped_steps.py`), and we
 saved. So the newest checkpoint is always a good one. Signals stop a run after a step (`stopping.py`).
 """
 
+import datetime
 import json
 import math
 import os
@@ -45,7 +46,7 @@ from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import RanksDisagree, quoted, shortened
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.logs.records import Json
-from treetrain.parallel.process_group import CONTROL_TIMEOUT, GroupRanks, check_same
+from treetrain.parallel.process_group import GroupRanks, check_same, limit_waits
 from treetrain.trainers import run_folder
 from treetrain.trainers.checkpoint_files import (
     CheckpointNotWritten,
@@ -242,6 +243,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             SystemExit: Ctrl-C or SIGTERM, with its exit code; a checkpoint of the last step is written.
         """
         check_name(self.args.output_dir or "")
+        limit_waits(self.args.ddp_timeout)
         folder, wanted, restoring = Path(self.args.output_dir or ""), resume_from_checkpoint, _Restoring(self)
         self.skipped_steps = SkippedSteps()
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -263,7 +265,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._saver = stack.enter_context(ThreadPoolExecutor(1, "checkpoint"))
             stack.callback(self.finish_save)
             with _named_misfits(self._resumed, restoring):
-                return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
+                try:
+                    return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
+                except RuntimeError as error:
+                    self._ranks.explain(error)
+                    raise
 
     def _check_folder(self, folder: Path, wanted: str | bool | None) -> None:
         """Refuse a folder with anything that the run would replace. Raises FolderRefused."""
@@ -670,7 +676,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         """All processes, in a group of the thread that saves: its calls must not mix with those of training."""
         if self.args.world_size == 1:
             return Ranks()
-        return GroupRanks(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)))
+        timeout = datetime.timedelta(seconds=self.args.ddp_timeout)
+        return GroupRanks(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)))
 
     def _callbacks(self) -> "dict[str, Stateful]":
         """Callbacks with `load_state_dict`, by number and class name."""

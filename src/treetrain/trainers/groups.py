@@ -4,14 +4,14 @@ import dataclasses
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from jaxtyping import Bool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treetrain.core.errors import DataError, expect
+from treetrain.core.errors import DataError
 from treetrain.core.tree.token_tree import TokenTree, as_tree
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.columns import Int64s, RowColumns
@@ -21,10 +21,6 @@ from treetrain.models.work import linear_work, tree_work
 from treetrain.parallel.balance import dispatch
 from treetrain.trainers.arguments import TreeArguments
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-TrainerT = TypeVar("TrainerT", bound="Trainer")
 Key = str | Callable[[Any], Hashable | Sequence[int]]
 
 
@@ -98,11 +94,11 @@ class PrefixGroupSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         draws = np.random.default_rng([self.seed, self.epoch])
-        blocks = self._blocks(draws)
+        blocks = self.blocks(draws)
         for first in range(0, len(blocks), self.processes):
             yield from self._across_processes(np.concatenate(blocks[first : first + self.processes]))
 
-    def _blocks(self, draws: np.random.Generator) -> list[RowNumbers]:
+    def blocks(self, draws: np.random.Generator) -> list[RowNumbers]:
         """One array of rows for each optimizer step on each process; all but the last are full."""
         size = self.batch_size * self.accumulation
         open_blocks: list[tuple[int, list[RowNumbers]]] = []  # (free places, groups so far), ascending by the places
@@ -148,43 +144,6 @@ def _values(dataset: Any, key: Key) -> Sequence[Any]:
             "name the one that says what belongs together with key="
         )
     return dataset[key][:] if columns else [dataset[number][key] for number in range(len(dataset))]
-
-
-def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
-    """Bring rows that share a prefix together in a trainer's batches; returns the trainer.
-
-    The rows of an optimizer step change, so losses differ from those of the trainer's own random order. Trainers that
-    generate (GRPO, RLOO) draw whole groups themselves and need no sampler.
-
-    Args:
-        trainer: a constructed `transformers.Trainer`, or one of TRL's on top of it.
-        key: a column of its training data, or a function of a row; see `PrefixGroupSampler`.
-
-    Raises:
-        DataError: the training data has no length, no such column or no rows, or the trainer generates.
-    """
-    from transformers import Trainer
-
-    expect("trainer", trainer, Trainer, "a constructed transformers.Trainer, or one of TRL's")
-    dataset, args = trainer.train_dataset, trainer.args
-    if hasattr(trainer, "num_generations"):
-        raise DataError(
-            f"{type(trainer).__name__} draws whole groups of completions itself, which another order would tear apart; "
-            "leave group_batches out"
-        )
-    if not isinstance(dataset, Sized):
-        raise DataError("the training data is a stream without a length, so that its rows cannot be grouped; load it")
-    sampler = PrefixGroupSampler(
-        dataset,
-        args.train_batch_size // (args.world_size if trainer.accelerator.split_batches else 1),
-        key=key,
-        accumulation=args.gradient_accumulation_steps,
-        processes=args.world_size,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-    )
-    # Trainer has no public way to set a sampler. `train_dataset` is unused: it lacks columns that the model ignores.
-    trainer._get_train_sampler = lambda train_dataset=None: sampler
-    return trainer
 
 
 # ---- Steps of a TreeTrainer

@@ -22,6 +22,7 @@ from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
 from treetrain.logs.once import Count, checked_count
+from treetrain.parallel.process_group import limit_waits
 from treetrain.trainers.batches import ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
 from treetrain.trainers.once import data_counted_once
@@ -117,6 +118,7 @@ class SharesPrefixes:
 
     def train(self, *args: object, **kwargs: object) -> object:
         """Train as the trainer does. If another process has ended, the error says which."""
+        limit_waits(self.args.ddp_timeout)  # type: ignore[attr-defined]
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
