@@ -18,6 +18,7 @@ LAYERS = (
     "own_model",
     "autograd",
     "engine",
+    "distill",
     "registry",
     "check.first_use",
     "check.kept_activations",
