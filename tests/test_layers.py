@@ -19,6 +19,7 @@ LAYERS = (
     "autograd",
     "engine",
     "adapters",
+    "distill",
     "registry",
     "check.first_use",
     "check.kept_activations",

@@ -96,6 +96,8 @@ METHODS = {
     "TreeEngine.router_balance": "(self, trajectories)",
     "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False, mask=None)",
     "TreeEngine.plan": "(self, trajectories)",
+    "TreeEngine.teach": "(self, rows, k)",
+    "TreeEngine.distill": "(self, rows, teacher, divergence='forward', normaliser=None)",
     "TreeEngine.warm_up": "(self, plan=None)",
     "Plan.events": "(self)",
     "Plan.explain": "(self)",

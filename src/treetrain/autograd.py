@@ -68,7 +68,7 @@ def logprobs(
         entropies=return_entropy,
         mask=mask,
     )
-    rest, results = _within_autograd(scored), []
+    rest, results = within_autograd(scored), []
     for leaves in (scored.logprobs, scored.entropies, scored.values):
         if leaves is not None:
             results.append(rest[: len(leaves)])
@@ -101,7 +101,7 @@ def values(
     Raises:
         DataError, UnsupportedModel, ValueError, RuntimeError: as `treetrain.logprobs`.
     """
-    return _within_autograd(_scored_values("treetrain.values", model, sequences, budget, head, "states"))
+    return within_autograd(_scored_values("treetrain.values", model, sequences, budget, head, "states"))
 
 
 def rewards(
@@ -125,7 +125,7 @@ def rewards(
     Raises:
         DataError: a sequence without tokens; otherwise as `values`.
     """
-    return _within_autograd(_scored_values("treetrain.rewards", model, sequences, budget, head, "rewards"))[0]
+    return within_autograd(_scored_values("treetrain.rewards", model, sequences, budget, head, "rewards"))[0]
 
 
 def _scored_values(
@@ -140,7 +140,7 @@ def _scored_values(
     return engine._scored(name, sequences, logprobs=False, values=values, in_autograd=True)
 
 
-def _within_autograd(scored: Scored) -> list[Tensor]:
+def within_autograd(scored: Scored) -> list[Tensor]:
     """The leaves as outputs of one autograd node whose inputs are the parameters."""
     if not scored.live or not scored.computed_tokens:
         return scored.leaves

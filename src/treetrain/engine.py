@@ -28,6 +28,7 @@ from treetrain.registry import make_registry
 
 if TYPE_CHECKING:
     from treetrain.core.engine.score import Scored
+    from treetrain.distill import Divergence
     from treetrain.layers.experts.experts import RouterBalance
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -119,6 +120,7 @@ class TreeEngine(core.TreeEngine):
         )
         self.check = check
         """Whether the model is compared with its rows one by one at first use."""
+        self._compile_layers = compile_layers
         self.accepted: dict[object, object] = {}
         """The states of the model that were compared last, by mode; see `check/first_use.py`."""
 
@@ -269,6 +271,56 @@ class TreeEngine(core.TreeEngine):
             raise UnsupportedModel("adapter_names with rewards=True or images= has not been verified; leave one out")
         rows = rows.trajectories if isinstance(rows, TokenTree) else rows
         return ScoredAdapters(self, rows, adapter_names, given)
+
+    # ---- distillation
+
+    def teach(self, rows: Sequence[Row] | TokenTree, k: int) -> list[Trajectory]:
+        """The rows with `teacher_topk`, the k ids that this model finds most likely; for `losses.distill_topk`.
+
+        Every trained prediction gets them, without gradient and at this engine's temperature.
+
+        Raises:
+            ValueError: k is no number of ids of the vocabulary.
+            DataError: rows that the model cannot read, or with sampling masks.
+            UnsupportedModel: see the class; several processes that share steps.
+        """
+        from treetrain.distill import teach
+
+        return teach(self, self._of_states, rows, k)
+
+    def distill(
+        self,
+        rows: Sequence[Row] | TokenTree,
+        teacher: "TreeEngine",
+        divergence: "Divergence" = "forward",
+        normaliser: float | None = None,
+    ) -> StepResult:
+        """Accumulate the gradients of a divergence from a teacher over the whole vocabulary, both on the rows' tree.
+
+        The logits of a few states are in memory at a time. Each model has its own engine's temperature.
+
+        Args:
+            rows: their loss weights weight the divergence of each trained prediction.
+            teacher: an engine of a model with the same vocabulary; it gets no gradient.
+            divergence: "forward" is KL(teacher, student), "reverse" KL(student, teacher), "jensen_shannon" the mean of
+                both to the mean distribution.
+            normaliser: divides the sum; None takes the sum of the loss weights.
+
+        Raises:
+            DataError: rows that the models cannot read, with sampling masks, or without anything trained.
+            ValueError: a divergence that is none of these, nothing that can be trained.
+            UnsupportedModel: see the class; vocabularies of two sizes, several processes that share steps, routers with
+                an auxiliary loss.
+        """
+        from treetrain.distill import distill
+
+        return distill(self, self._of_states, teacher, teacher._of_states, rows, divergence, normaliser)
+
+    @functools.cached_property
+    def _of_states(self) -> "TreeEngine":
+        """An engine of the same model whose values are the inputs of its head."""
+        model, layers = self.model, self._compile_layers
+        return TreeEngine(model, budget=self.budget, value_head=nn.Identity(), compile_layers=layers, check=self.check)
 
     def _balance_of(self, tree: TokenTree) -> "RouterBalance":
         return self.router_balance(tree)

@@ -26,6 +26,9 @@ from treetrain.trainers.calls import Asks, Call
 from treetrain.trainers.outputs import Answer, Compared, Output, label_logprobs, zero_of
 from treetrain.trainers.patches import before_steps
 
+DISTILLED = 3
+"""Steps of a distillation; 20 agree as well."""
+
 
 def experimental(name: str) -> Any:
     """A trainer and its configuration."""
@@ -180,3 +183,36 @@ def test_the_hook_before_steps_goes_with_its_object():
     del sharing
     gc.collect()
     assert len(hooks) == before
+
+
+def build_stable_distillation(settings: dict[str, Any], dtype: torch.dtype, folder: Path, *, lora: bool = False) -> Any:
+    """Of TRL itself, on prompts that come again."""
+    trl = pytest.importorskip("trl", minversion="1.16")
+    own = {"max_completion_length": 8, "temperature": 0.8, "beta": 0.5}
+    return trl.DistillationTrainer(
+        runs.model(dtype=dtype),
+        teacher_model=runs.model(seed=1, dtype=dtype),
+        args=trl.DistillationConfig(**{**own, **settings}),
+        train_dataset=runs.prompts(3).select([0, 1, 2] * 9),
+        processing_class=runs.tokenizer(),
+        peft_config=runs.adapter() if lora else None,
+    )
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_distillation_from_hidden_states_learns_the_same(lora, tmp_path):
+    build = functools.partial(build_stable_distillation, lora=lora)
+    shared, plain = (train(build, tmp_path, shared=share, steps=DISTILLED) for share in (True, False))
+    found = difference(shared, plain)
+    assert max(found.metrics, found.weights) <= 1e-5 and found.updates <= 1e-4, found
+    engines = shared.trainer.last_states._engines
+    assert len(engines) == 2  # the student's and the teacher's
+
+
+def test_wrong_states_stop_the_first_step_of_a_distillation(tmp_path, monkeypatch):
+    from treetrain.trainers import last_states
+
+    within = last_states.within_autograd
+    monkeypatch.setattr(last_states, "within_autograd", lambda scored: [1.01 * x for x in within(scored)])
+    with pytest.raises(RuntimeError, match="hidden states of Qwen3ForCausalLM differ from the plain model's by"):
+        train(build_stable_distillation, tmp_path, shared=True, steps=1)

@@ -1,0 +1,202 @@
+"""Distillation from a teacher that runs over the same tree: its most likely ids, or its whole distributions.
+
+A distribution belongs to a state: that of a token which some trained token follows, however many rows go through it. So
+the tree is run for the inputs of the LM head alone, [R, hidden] for R states, and the heads run afterwards, over a few
+states at a time. Of the logits [R, V] no more than such a chunk is ever in memory, of the student and of the teacher.
+
+A state's loss counts as often as its rows count it: the loss weights of all predictions from it are added up. The
+gradient of the student's states then runs through its tree once (`Scored.backward`).
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+
+from treetrain.core.device_arrays import on_device
+from treetrain.core.engine.loss_gradients import Batch
+from treetrain.core.engine.score import Scored, Scoring, States
+from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.core.losses.protocol import StepResult
+from treetrain.core.tree.token_tree import Row, TokenTree
+from treetrain.layers.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treetrain.engine import TreeEngine
+
+Divergence = Literal["forward", "reverse", "jensen_shannon"]
+CHUNK_LOGITS = 1 << 21
+"""Logits of a chunk, of each head: 8 MiB in float32."""
+
+
+class HeadInputs:
+    """The inputs of a model's LM head at the R states of a batch that predict something trained.
+
+    Args:
+        engine: gives the head's inputs as values.
+        batch: the same for the teacher and the student.
+        temperature: divides the logits before the softmax.
+    """
+
+    def __init__(self, name: str, engine: "TreeEngine", batch: Batch, temperature: float):
+        call = engine.prepared.call(logprobs=False, values=True)
+        engine._check_device()
+        engine._before_plan(call, batch.tree)
+        plan = engine.plan_of(call, batch.layout)
+        engine._compare_first_use(call, batch.tree)
+        attach = functools.partial(call.extensions, batch.tree, balanced=False)
+        scoring = Scoring(call, plan, attach, passes_type=engine.passes_type)
+        count = len(batch.layout.rows)
+        self.scored = Scored(name, scoring, batch.tree, States(np.arange(count), [count]), values=True)
+        assert self.scored.values is not None
+        (self.states,) = self.scored.values
+        self._capabilities, self._temperature = engine.capabilities, temperature
+        self.head: nn.Module = self._capabilities.head
+
+    def log_probabilities(self, states: Float[Tensor, "r hidden"]) -> Float[Tensor, "r V"]:
+        """The distributions of the next tokens, in float32 or wider; differentiable."""
+        weight = next(self.head.parameters())
+        logits = self._capabilities.logit_map(self.head(states.to(weight.dtype)))
+        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(-1)
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of the states whose logits are in memory together."""
+        step = max(CHUNK_LOGITS // self._capabilities.vocab_size, 1)
+        return (slice(start, start + step) for start in range(0, len(self.states), step))
+
+
+def _batch_of(name: str, engine: "TreeEngine", rows: Sequence[Row] | TokenTree) -> Batch:
+    """The trained predictions of the rows.
+
+    Raises:
+        UnsupportedModel: a step that several processes share, or routers with a loss of their own.
+        DataError: rows with sampling masks, over which no whole distribution is.
+    """
+    if not (engine.ranks.alone and engine.sharing.passes_with.alone):
+        raise UnsupportedModel(
+            f"{name} runs in one process, and this engine shares its steps with others: record the teacher's ids "
+            "(TreeEngine.teach) and train with tt.losses.distill_topk"
+        )
+    if engine.balanced:
+        raise UnsupportedModel(f"{name} does not add the auxiliary loss of routers: set output_router_logits=False")
+    tree = engine.tree_of(rows)
+    if tree.id_sets:
+        raise DataError(f"rows have sampling masks, and {name} is over the whole vocabulary; leave the masks out")
+    return Batch.of(tree, weighted=True, every_token=False)
+
+
+def teach(engine: "TreeEngine", of_states: "TreeEngine", rows: Sequence[Row] | TokenTree, k: int) -> list[Trajectory]:
+    """See `TreeEngine.teach`."""
+    size = engine.capabilities.vocab_size
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= size:
+        raise ValueError(f"k is {k!r}; give a number of ids, from 1 to the {size} of the vocabulary")
+    batch, made = _batch_of("TreeEngine.teach", engine, rows), list[Trajectory]()
+    with torch.no_grad():
+        inputs = HeadInputs("TreeEngine.teach", of_states, batch, engine.temperature)
+        tops = [inputs.log_probabilities(inputs.states[some]).topk(k) for some in inputs.chunks()]
+    empty = np.zeros((0, k))
+    ids = np.concatenate([empty.astype(np.int64), *(top.indices.cpu().numpy() for top in tops)])
+    logprobs = np.concatenate([empty, *(top.values.double().clamp(max=0).cpu().numpy() for top in tops)])
+    for number, row in enumerate(batch.rows):
+        of_row = np.full((len(row), k), -1, np.int64), np.zeros((len(row), k))
+        used = np.flatnonzero(batch.used[batch.offsets[number] : batch.offsets[number + 1]]) + 1
+        states = batch.edge_rows[batch.starts[number] : batch.starts[number + 1]]
+        of_row[0][used], of_row[1][used] = ids[states], logprobs[states]
+        made.append(Trajectory.of(row).replace(teacher_topk=of_row))
+    return made
+
+
+def distill(
+    student: "TreeEngine",
+    student_states: "TreeEngine",
+    teacher: "TreeEngine",
+    teacher_states: "TreeEngine",
+    rows: Sequence[Row] | TokenTree,
+    divergence: Divergence,
+    normaliser: float | None,
+) -> StepResult:
+    """See `TreeEngine.distill`."""
+    name = "TreeEngine.distill"
+    if divergence not in get_args(Divergence):
+        raise ValueError(f"divergence is {divergence!r}; give {', '.join(map(repr, get_args(Divergence)))}")
+    sizes = [engine.capabilities.vocab_size for engine in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModel(
+            f"the student {type(student.model).__name__} has a vocabulary of {sizes[0]}, the teacher "
+            f"{type(teacher.model).__name__} one of {sizes[1]}: distributions of one tokenizer are compared. Take a "
+            "teacher of the student's family, or tt.losses.distill_topk on ids that both have"
+        )
+    if not torch.is_grad_enabled() or not student.prepared.trained:
+        raise ValueError("gradients are switched off, or every parameter of the student is frozen: nothing is trained")
+    batch = _batch_of(name, student, rows)
+    weights = _state_weights(batch)
+    whole = float(weights.sum()) if normaliser is None else float(normaliser)
+    if not 0 < whole < float("inf"):
+        raise DataError(
+            f"the normaliser is {whole:g}, and must be above 0 and finite: give rows with loss weights, or a normaliser"
+        )
+    with torch.no_grad():
+        taught = HeadInputs(name, teacher_states, batch, teacher.temperature)
+    inputs = HeadInputs(name, student_states, batch, student.temperature)
+    trained = [p for p in inputs.head.parameters() if p.requires_grad]
+    for parameter in trained:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedModel(f"{name} adds the gradient of the LM head itself, which its hooks would not see")
+
+    device, states = inputs.states.device, inputs.states.detach()
+    slopes, of_head = torch.zeros_like(states), [torch.zeros_like(p, dtype=_wide(p)) for p in trained]
+    shares = on_device(weights / whole, device).to(states.dtype)
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for some in inputs.chunks():
+        with torch.no_grad():
+            p = taught.log_probabilities(taught.states[some].to(device))
+        own = states[some].requires_grad_()
+        each = divergences(p, inputs.log_probabilities(own), divergence)
+        loss = (shares[some] * each).sum()
+        slope, *grads = torch.autograd.grad(loss, [own, *trained], allow_unused=True)
+        slopes[some] = slope
+        for total, grad in zip(of_head, grads):
+            if grad is not None:
+                total += grad
+        totals += torch.stack([loss.detach().double(), shares[some].double().sum()])
+    if len(states):
+        inputs.states.backward(slopes)
+        inputs.scored.backward()
+    for parameter, grad in zip(trained, of_head):  # a tied head's weight has that of the embedding already
+        grad = grad.to(parameter.dtype)
+        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+    scored = inputs.scored
+    return StepResult(
+        loss_tensor=totals[0],
+        metric_sums={"divergence": (totals[0], totals[1])},
+        flat_tokens=scored.flat_tokens,
+        unique_tokens=scored.unique_tokens,
+        computed_tokens=scored.computed_tokens,
+        recomputed_tokens=scored._scoring.tokens_without_graph,
+        parts=scored.plan.num_parts,
+        attention=scored._scoring.attention,
+    )
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _state_weights(batch: Batch) -> Float64[np.ndarray, " R"]:
+    """The loss weights of all predictions from each state, added up."""
+    of_rows = np.concatenate([np.zeros(0), *(row.weights[1:] for row in batch.rows)])[batch.used]
+    return np.bincount(batch.edge_rows, of_rows, len(batch.layout.rows))
+
+
+def divergences(p: Float[Tensor, "r V"], q: Float[Tensor, "r V"], divergence: Divergence) -> Float[Tensor, " r"]:
+    """KL(p || q), KL(q || p), or the mean of KL(p || m) and KL(q || m), m = (p + q) / 2, from log-probabilities."""
+    if divergence == "forward":
+        return (p.exp() * (p - q)).sum(-1)
+    if divergence == "reverse":
+        return (q.exp() * (q - p)).sum(-1)
+    mean = torch.logaddexp(p, q) - np.log(2)
+    return 0.5 * (p.exp() * (p - mean) + q.exp() * (q - mean)).sum(-1)

@@ -1,0 +1,175 @@
+"""A teacher on the same tree: its most likely ids, and divergences over the whole vocabulary, against rows alone."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import treetrain as tt
+from support.models import VOCAB, make_model
+from treetrain import distill
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+
+ROWS = [
+    tt.Trajectory([3, 5, 7, 9, 1], loss_weights=[0, 1, 0.5, 0, 2]),
+    tt.Trajectory([3, 5, 7, 8], loss_weights=[0, 0, 1.5, 1]),
+    [3, 5, 2],
+    [3, 5, 7, 8],
+    [4],
+    [],
+    [6, 1, 1, 2],
+]
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(autouse=True)
+def pure_float64():
+    """Norms of transformers that compute in float32 do not."""
+    with PureFloat64():
+        yield
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Any:
+    torch.manual_seed(5)
+    model = make_model("llama", dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2).add_(0.3 * torch.randn_like(p))
+    return model
+
+
+@functools.cache
+def student(name: str = "qwen3") -> Any:
+    return make_model(name, dtype=torch.float64)
+
+
+def rows_alone():
+    return [row if isinstance(row, tt.Trajectory) else tt.Trajectory(row) for row in ROWS]
+
+
+def log_p_of(model: nn.Module, row: tt.Trajectory) -> Tensor:
+    ids = torch.tensor([row.ids.tolist()])
+    return (model(input_ids=ids).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
+
+
+def expected(kind: str, model: nn.Module, teacher: nn.Module) -> Tensor:
+    """The weighted mean over predictions, row by row and id by id."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a.log() - b.log())).sum(-1)
+
+    total, weights = torch.zeros((), dtype=torch.float64), 0.0
+    for row in rows_alone():
+        if len(row) < 2:
+            continue
+        with torch.no_grad():
+            p = log_p_of(teacher, row).exp()
+        q = log_p_of(model, row).exp()
+        m = (p + q) / 2
+        each = {"forward": kl(p, q), "reverse": kl(q, p), "jensen_shannon": (kl(p, m) + kl(q, m)) / 2}[kind]
+        total = total + (torch.tensor(row.weights[1:]) * each).sum()
+        weights += float(row.weights.sum())
+    return total / weights
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jensen_shannon"])
+@pytest.mark.parametrize(
+    ("name", "budget", "chunk"),
+    [("qwen3", None, 1 << 21), ("qwen3", 2, 1 << 21), ("gemma2", None, 2 * VOCAB)],  # gemma2 caps its logits
+)
+def test_a_divergence_over_the_vocabulary_has_the_gradients_of_rows_alone(
+    monkeypatch, teacher, kind, name, budget, chunk
+):
+    monkeypatch.setattr(distill, "CHUNK_LOGITS", chunk)
+    model = student(name)
+    truth_loss = expected(kind, model, teacher)
+    truth = linear.gradients(model, truth_loss)
+    model.zero_grad()
+    engine = tt.TreeEngine(model, budget=budget, temperature=TEMPERATURE)
+    result = engine.distill(ROWS, tt.TreeEngine(teacher, temperature=TEMPERATURE), kind)
+    assert abs(result.loss - float(truth_loss)) <= 1e-12 * float(truth_loss)
+    assert result.metrics["divergence"] == pytest.approx(result.loss, rel=1e-12)
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    assert result.computed_tokens < sum(len(row) for row in ROWS) - 4
+    assert all(p.grad is None for p in teacher.parameters())
+    model.zero_grad()
+
+
+def test_gradients_add_up_and_a_normaliser_divides(teacher):
+    model, taught = student(), tt.TreeEngine(teacher)
+    engine = tt.TreeEngine(model)
+    model.zero_grad()
+    engine.distill(ROWS, taught, normaliser=2.0)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    engine.distill(ROWS, taught, normaliser=1.0)
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.grad, 3 * once[name], rtol=1e-12, atol=1e-15), name
+    model.zero_grad()
+
+
+def test_a_tied_head_and_a_frozen_one_get_what_they_should(teacher):
+    for tied in (True, False):
+        model = make_model("qwen3", dtype=torch.float64, tie_word_embeddings=tied)
+        model.lm_head.requires_grad_(tied)
+        loss = expected("forward", model, teacher)
+        truth = linear.gradients(model, loss)
+        model.zero_grad()
+        tt.TreeEngine(model, temperature=TEMPERATURE).distill(ROWS, tt.TreeEngine(teacher, temperature=TEMPERATURE))
+        assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+        assert tied or model.lm_head.weight.grad is None
+
+
+def test_a_teacher_gives_its_most_likely_ids_at_trained_predictions(monkeypatch, teacher):
+    monkeypatch.setattr(distill, "CHUNK_LOGITS", 3 * VOCAB)
+    made = tt.TreeEngine(teacher, temperature=TEMPERATURE).teach(ROWS, 4)
+    for row, given in zip(rows_alone(), made, strict=True):
+        sets = given.teacher_topk
+        assert sets is not None and given.ids.tolist() == row.ids.tolist()
+        assert sets.counts.tolist() == (4 * (row.weights != 0)).tolist()
+        if len(row) < 2:
+            continue
+        right = log_p_of(teacher, row).detach().topk(4)
+        for at in np.flatnonzero(row.weights):
+            own = slice(sets.starts[at], sets.starts[at + 1])
+            assert sets.ids[own].tolist() == right.indices[at - 1].tolist()
+            assert np.allclose(sets.logprobs[own], right.values[at - 1], rtol=1e-12)
+
+
+def test_what_a_teacher_gives_trains_a_student(teacher):
+    model = student()
+    made = tt.TreeEngine(teacher).teach(ROWS, VOCAB - 1)  # all but one id: the rest is that id
+    part = tt.TreeEngine(model).forward_backward(made, tt.losses.distill_topk())
+    of_part = linear.gradients(model)
+    model.zero_grad()
+    whole = tt.TreeEngine(model).distill(ROWS, tt.TreeEngine(teacher))
+    assert part.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert linear.relative_error(linear.gradients(model), of_part) <= 1e-12
+    model.zero_grad()
+
+
+def test_what_cannot_be_distilled_is_refused_by_name(teacher):
+    engine, taught = tt.TreeEngine(student()), tt.TreeEngine(teacher)
+    other = make_model("llama", dtype=torch.float64, vocab_size=VOCAB + 3)
+    with pytest.raises(
+        tt.UnsupportedModel, match=rf"vocabulary of {VOCAB}, the teacher LlamaForCausalLM one of {VOCAB + 3}"
+    ):
+        engine.distill(ROWS, tt.TreeEngine(other))
+    with pytest.raises(ValueError, match="divergence is 'kl'; give 'forward', 'reverse', 'jensen_shannon'"):
+        engine.distill(ROWS, taught, "kl")  # type: ignore[arg-type]
+    with pytest.raises(tt.DataError, match="the normaliser is 0"):
+        engine.distill([[1], [2]], taught)
+    with pytest.raises(tt.DataError, match="rows have sampling masks"):
+        engine.distill([tt.Trajectory([1, 2], sampling_mask=[None, [2]])], taught)
+    with pytest.raises(ValueError, match="k is 0; give a number of ids, from 1"):
+        taught.teach(ROWS, 0)
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients are switched off"):
+        engine.distill(ROWS, taught)
+    seen = student().lm_head.weight.register_hook(lambda grad: grad)
+    with pytest.raises(tt.UnsupportedModel, match="its hooks would not see"):
+        engine.distill(ROWS, taught)
+    seen.remove()
