@@ -28,7 +28,7 @@ from treetrain.core.hf.capability import (
 )
 from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.parallel.process_group import output_dtype
-from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
+from treetrain.trainers.batches import IGNORED, ROUTED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
 from treetrain.trainers.calls import KNOWN_ARGUMENTS, image_arguments
 from treetrain.trainers.outputs import TreeOutput
 from treetrain.trainers.patches import tree_forward
@@ -91,6 +91,11 @@ def token_logprobs(
         batch = _arguments(inner, inputs)
         forward = tree_forward(inner)
         if forward is None:
+            if inputs.get(ROUTED) is not None:
+                raise ValueError(
+                    f"the batch has {ROUTED}, which replace the routers' choices only in a trainer with "
+                    "tt.share_prefixes(trainer); leave them out here"
+                )
             scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy)
         else:
             scores = forward.answers.token_logprobs(forward, batch, temperature, entropy=return_entropy)
