@@ -93,6 +93,7 @@ def grpo(folder: Path, rollout: Any) -> Any:
         output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=False,
         num_generations=4, max_completion_length=8, use_cpu=True, report_to=[], disable_tqdm=True, num_iterations=2,
         learning_rate=1e-2, optim="sgd", save_strategy="no", dataloader_pin_memory=False, beta=0.1,
+        gradient_checkpointing=False,
     )  # fmt: skip
     model = runs.experts(0, torch.float32)
     model.save_pretrained(folder / "start")
