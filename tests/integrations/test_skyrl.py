@@ -202,12 +202,11 @@ def test_settings_and_batches_that_no_tree_supports_are_refused_by_name() -> Non
 
 
 def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> None:
-    """Scores are those of each row alone with its own record, in the plain model."""
+    """Scores are those of each row alone with its own record (which `tests/engine/test_moe_steps.py` holds to rows)."""
     importlib.import_module("support.skyrl_cpu")
     import numpy as np
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from support import moe
-    from support.models import make_model
     from treetrain import Trajectory, TreeEngine
     from treetrain.core.errors import DataError
     from treetrain.integrations.skyrl import ScoresOfRows
@@ -232,8 +231,13 @@ def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> 
             place = slice(width - len(row), width - len(row) + len(records[k]))
             batch["rollout_expert_indices"][k, place] = torch.from_numpy(records[k]).byte()
         rows.append(Trajectory(row, experts=experts))
-    model = make_model("qwen3_moe")
-    (expected, _), _ = moe.score_rows(model, rows)
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 24, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)).eval()
+    with torch.no_grad():
+        expected = [TreeEngine(model).score([row]).logprobs[0] for row in rows]
+        chosen = TreeEngine(model).score([rows[0].replace(experts=None)]).logprobs[0]
     scores = ScoresOfRows(TreeEngine(model, budget=4), batch, entropies=False)
     for order in ([0, 1, 2, 3], [1, 3, 0, 2]):
         scores.recorded = batch["rollout_expert_indices"][order]
@@ -241,7 +245,7 @@ def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> 
         for row, k in zip(found, order):
             own = min(actions, len(ids[k]) - 1)
             torch.testing.assert_close(row[-own:], expected[k][-own:].float(), rtol=0, atol=2e-5)
-    assert (expected[0] - expected[1]).abs().max() > 1e-3
+    assert (expected[0] - expected[1]).abs().max() > 1e-3 and (expected[0] - chosen).abs().max() > 1e-3
     batch["rollout_expert_indices"] = batch["rollout_expert_indices"][..., :1]
     with pytest.raises(
         DataError, match=r"rollout_expert_indices of SkyRL has one expert per token.*switch the recording"
