@@ -26,7 +26,7 @@ BASE = "__base__"
 
 
 class Groups:
-    """The rows of each adapter of a call, the same adapters in the same order on every rank.
+    """The rows of each adapter of a call; in a training step the same adapters in the same order on every rank.
 
     Args:
         engine: of a `peft.PeftModel`.
@@ -63,7 +63,9 @@ class Groups:
             if name not in known:
                 raise DataError(f"row {number} has the adapter {name!r}; {nearest(str(name), known)}")
         self.model = model
-        everywhere = {name for own in engine.ranks.exchange(sorted(set(names))) for name in own}
+        # A training step is a collective call, a score is none.
+        of_ranks = engine.ranks.exchange(sorted(set(names))) if trains else [names]
+        everywhere = {name for own in of_ranks for name in own}
         self.rows = {name: [k for k, own in enumerate(names) if own == name] for name in known if name in everywhere}
         """Row numbers by adapter."""
         self._own = {name: _parameters(model, name) for name in model.peft_config}

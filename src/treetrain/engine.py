@@ -19,6 +19,7 @@ from treetrain.core.hf.tree_mode import instance_of
 from treetrain.core.losses.protocol import LossProtocol, StepResult
 from treetrain.core.planning.make import Bytes
 from treetrain.core.planning.plan import Plan
+from treetrain.core.tree import trajectory
 from treetrain.core.tree.layout import pack
 from treetrain.core.tree.token_tree import Row, TokenTree
 from treetrain.kernels.compiled import CompiledFeature
@@ -175,7 +176,7 @@ class TreeEngine(core.TreeEngine):
 
     def forward_backward(
         self,
-        trajectories: Sequence[Trajectory] | TokenTree,
+        trajectories: Sequence[trajectory.Trajectory] | TokenTree,
         loss: LossProtocol | Callable[..., object],
         normaliser: float | None = None,
         balance: StepBalance | None = None,

@@ -14,7 +14,7 @@ from examples.countdown.chat import begin
 from examples.countdown.environment import Puzzle
 from examples.countdown.policies import expert, random_walk
 
-from examples import dpo, grpo, own_loss, own_model, sft, tree_objective
+from examples import adapters, dpo, grpo, own_loss, own_model, sft, tree_objective
 from treetrain.models.loading import load_model, load_tokenizer
 
 
@@ -48,6 +48,14 @@ def test_sft_lowers_the_loss_and_computes_shared_prefixes_once(capsys):
     assert losses[-1] < losses[0] - 1
     computed, flat = capsys.readouterr().out.splitlines()[0].split(", ")[1].split(" of ")
     assert int(computed) < 0.7 * int(flat.split()[0])
+
+
+@pytest.mark.slow
+def test_two_adapters_are_trained_in_one_step():
+    model, losses = adapters.main(steps=3, rows_per_step=4)
+    assert losses[-1] < losses[0]
+    for name in ("winner", "loser"):  # peft starts with B = 0
+        assert any(p.any() for key, p in model.named_parameters() if f"lora_B.{name}" in key)
 
 
 @pytest.mark.slow

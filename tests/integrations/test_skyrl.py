@@ -1,5 +1,6 @@
 """SkyRL's own policy worker, batches and losses, against the same with `TreePolicyWorker`, on CPUs with gloo."""
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,123 @@ def test_settings_and_batches_that_no_tree_supports_are_refused_by_name() -> Non
     worker = object.__new__(TreePolicyWorker)
     worker.cfg = SimpleNamespace(micro_train_batch_size_per_gpu=2, max_tokens_per_microbatch=-1)
     batch = make_batch(0, "ppo")
-    batch["rollout_expert_indices"] = torch.zeros(len(PROMPTS), 11, 2, 2)
-    with pytest.raises(UnsupportedModel, match="rollout_expert_indices"):
+    batch["sub_seq_lengths"] = torch.zeros(len(PROMPTS), 1)
+    with pytest.raises(UnsupportedModel, match="sub_seq_lengths"):
         worker.forward_backward(batch)
+
+
+def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> None:
+    """Scores are those of each row alone with its own record (which `tests/engine/test_moe_steps.py` holds to rows)."""
+    importlib.import_module("support.skyrl_cpu")
+    import numpy as np
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from treetrain import Trajectory, TreeEngine
+    from treetrain.core.errors import DataError
+    from treetrain.integrations.skyrl import ScoresOfRows
+
+    class Batch(dict):
+        metadata: dict[str, int]
+
+    # Two samples of one answer that were routed otherwise; a record that ends early; no record at all.
+    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [1, 2, 8]]
+    records = np.array([[[0, 1], [2, 3]]] * 5), np.array([[[3, 2], [1, 0]]] * 5), np.array([[[0, 1], [2, 3]]] * 3)
+    width, actions = 6, 3
+    batch = Batch(sequences=torch.zeros(4, width, dtype=torch.long), attention_mask=torch.zeros(4, width).long())
+    batch["rollout_expert_indices"] = torch.zeros(4, width, 2, 2, dtype=torch.uint8)
+    batch.metadata = {"response_length": actions}
+    rows = []
+    for k, row in enumerate(ids):
+        batch["sequences"][k, width - len(row) :] = torch.tensor(row)
+        batch["attention_mask"][k, width - len(row) :] = 1
+        experts = np.full((len(row), 2, 2), -1)
+        if k < 3:
+            experts[: len(records[k])] = records[k]
+            place = slice(width - len(row), width - len(row) + len(records[k]))
+            batch["rollout_expert_indices"][k, place] = torch.from_numpy(records[k]).byte()
+        rows.append(Trajectory(row, experts=experts))
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 24, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)).eval()
+    with torch.no_grad():
+        expected = [TreeEngine(model).score([row]).logprobs[0] for row in rows]
+        chosen = TreeEngine(model).score([rows[0].replace(experts=None)]).logprobs[0]
+    scores = ScoresOfRows(TreeEngine(model, budget=4), batch, entropies=False)
+    for order in ([0, 1, 2, 3], [1, 3, 0, 2]):
+        scores.recorded = batch["rollout_expert_indices"][order]
+        found = scores(batch["sequences"][order], actions, batch["attention_mask"][order])
+        for row, k in zip(found, order):
+            own = min(actions, len(ids[k]) - 1)
+            torch.testing.assert_close(row[-own:], expected[k][-own:].float(), rtol=0, atol=2e-5)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3 and (expected[0] - chosen).abs().max() > 1e-3
+    batch["rollout_expert_indices"] = batch["rollout_expert_indices"][..., :1]
+    with pytest.raises(
+        DataError, match=r"rollout_expert_indices of SkyRL has one expert per token.*switch the recording"
+    ):
+        ScoresOfRows(TreeEngine(model), batch, entropies=False)
+
+
+def test_steps_that_train_a_turn_again_count_it_once() -> None:
+    """SkyRL's own tensors and scaling of the masks: each different token of a trajectory weighs 1 / their number."""
+    importlib.import_module("support.skyrl_cpu")
+    from types import SimpleNamespace
+
+    from skyrl.backends.skyrl_train.utils.ppo_utils import apply_loss_reduction_to_advantages_minibatch
+    from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+    from skyrl.train.generators.base import TrajectoryID
+
+    from treetrain.core.errors import DataError
+    from treetrain.integrations.skyrl import check_sums_tokens, once_masks
+
+    prompts, responses = [[1, 2], [1], [1, 2], [1, 2]], [[7, 8], [2, 7, 8, 3, 9], [7, 5], [7, 8]]
+    masks = [[1, 1], [0, 1, 1, 0, 1], [1, 1], [1, 1]]
+    ids = [TrajectoryID("a", 0), TrajectoryID("a", 0), TrajectoryID("a", 0), TrajectoryID("a", 1)]
+    output = {"prompt_token_ids": prompts, "response_ids": responses, "loss_masks": masks, "trajectory_ids": ids}
+    once, repeated = once_masks(output)
+    seen, expected = set(), []
+    for prompt, response, mask, trajectory in zip(prompts, responses, masks, ids):
+        own = []
+        for at, trained in enumerate(mask):
+            name = (trajectory.to_string(), *prompt, *response[: at + 1])
+            own.append(int(trained and name not in seen))
+            seen |= {name} if trained else set()
+        expected.append(own)
+    assert once == expected == [[1, 1], [0, 0, 0, 0, 1], [0, 1], [1, 1]] and repeated == 1 - 6 / 9
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    rewards = [[0.0] * len(row) for row in responses]
+    tensors = convert_prompts_responses_to_batch_tensors(tokenizer, prompts, responses, rewards, once)
+    mask = tensors[4]
+    scaled = apply_loss_reduction_to_advantages_minibatch(torch.ones_like(mask), mask, "token_mean", 2, 8)
+    assert float((scaled * mask).sum()) == pytest.approx(1.0) and float(scaled[0, -1]) == pytest.approx(1 / 6)
+    with pytest.raises(DataError, match=r"no trajectory_ids.*step_wise_trajectories=True"):
+        once_masks(output | {"trajectory_ids": None})
+    good = {"loss_reduction": "token_mean", "policy_loss_type": "regular", "use_kl_loss": False}
+    good["use_entropy_loss"] = False
+    check_sums_tokens(SimpleNamespace(**good))
+    for name, value in (("loss_reduction", "sequence_mean"), ("policy_loss_type", "gspo"), ("use_kl_loss", True)):
+        with pytest.raises(ValueError, match=rf"trainer\.algorithm\.{name}={value} is not; set it to"):
+            check_sums_tokens(SimpleNamespace(**good | {name: value}))
+
+
+def test_the_trainer_gets_the_masks_that_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("support.skyrl_cpu")
+    from types import SimpleNamespace
+
+    from skyrl.train.generators.base import TrajectoryID
+    from skyrl.train.trainer import RayPPOTrainer
+
+    from treetrain.integrations.skyrl import count_tokens_once
+
+    monkeypatch.setattr(
+        RayPPOTrainer, "convert_to_training_input", lambda self, output, uids: (output["loss_masks"], uids)
+    )
+    count_tokens_once()
+    algorithm = SimpleNamespace(
+        loss_reduction="token_mean", policy_loss_type="regular", use_kl_loss=False, use_entropy_loss=False
+    )
+    trainer = SimpleNamespace(cfg=SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm)), all_metrics={})
+    output = {"prompt_token_ids": [[1], [1]], "response_ids": [[2], [2, 3]], "loss_masks": [[1], [1, 1]]}
+    output["trajectory_ids"] = [TrajectoryID("a", 0)] * 2
+    found = RayPPOTrainer.convert_to_training_input(trainer, output, ["a", "a"])
+    assert found == ([[1], [0, 1]], ["a", "a"]) and trainer.all_metrics["tree/repeated_tokens"] == 1 - 2 / 3

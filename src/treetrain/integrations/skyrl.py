@@ -12,9 +12,13 @@ Give SkyRL this worker in place of its own, in the process that builds the train
 All rows that a process gets in a call of `forward_backward` or `forward` are scored as one tree. SkyRL's own code then
 runs over its micro-batches as always: losses, metrics and their order are its own. Only the model that it calls is
 replaced, by one that looks the scores up. After the last micro-batch the tree runs backward once.
+
+Experts that the rollout recorded (``rollout_expert_indices``) replace the routers' choices. Steps whose responses train
+a turn again count it once after `count_tokens_once`.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +27,13 @@ from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorker
 from torch import Tensor
 
 from treetrain.core.engine.score import Scored
-from treetrain.core.errors import UnsupportedModel
+from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.engine import TreeEngine
+from treetrain.layers.experts.recorded import without_fill
+from treetrain.layers.trajectory import Trajectory
+from treetrain.logs.once import count_once
 
-NOT_ON_A_TREE = ("pixel_values", "image_grid_thw", "rollout_expert_indices", "sub_seq_lengths")
+NOT_ON_A_TREE = ("pixel_values", "image_grid_thw", "sub_seq_lengths")
 """Contents of SkyRL's batches that a tree does not support."""
 
 
@@ -38,7 +45,8 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
 
     Raises:
         ValueError: a setting of SkyRL's configuration that cannot be exact on a tree, before the model is loaded.
-        UnsupportedModel: the model, or a batch with images, recorded experts or packed rows.
+        UnsupportedModel: the model, or a batch with images or packed rows.
+        DataError: recorded experts that are not those of the model, or one per token.
     """
 
     def init_model(self, *args: object, **kwargs: object) -> None:
@@ -57,6 +65,18 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
         """Compute log-probabilities, or a loss without gradient, as SkyRL does."""
         with torch.no_grad(), self._model_from_tree(data, self.cfg.micro_forward_batch_size_per_gpu):
             return super().forward(data, *args, **kwargs)
+
+    def _forward_backward_micro(self, experience: Any, *args: Any, **kwargs: Any) -> Any:
+        self.model.recorded = experience.rollout_expert_indices
+        return super()._forward_backward_micro(experience, *args, **kwargs)
+
+    def _forward_micro_batch(self, micro_batch: Any) -> Any:
+        self.model.recorded = micro_batch.get("rollout_expert_indices")
+        return super()._forward_micro_batch(micro_batch)
+
+    def _forward_micro_with_loss(self, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self.model.recorded = micro_batch.get("rollout_expert_indices")
+        return super()._forward_micro_with_loss(micro_batch, *args, **kwargs)
 
     @contextmanager
     def _model_from_tree(self, data: Any, rows_at_once: int) -> Iterator[Scored]:
@@ -84,21 +104,31 @@ class ScoresOfRows:
     """Takes the place of SkyRL's model: called with rows of a batch, it returns the scores that a tree gave them.
 
     Args:
-        data: sequences and attention_mask [B, S], and response_length in its metadata.
+        data: sequences and attention_mask [B, S], and response_length in its metadata; rollout_expert_indices
+            [B, S, layers, k] if experts were recorded.
         entropies: whether to score these too.
     """
+
+    recorded: Tensor | None = None
+    """The recorded experts of the rows that are asked for next."""
 
     def __init__(self, engine: TreeEngine, data: Any, *, entropies: bool):
         actions = data.metadata["response_length"]
         rows = []
         masks = []
         self._places = {}
-        for ids, real in zip(data["sequences"].cpu(), data["attention_mask"].cpu().bool()):
+        recorded = data.get("rollout_expert_indices")
+        for number, (ids, real) in enumerate(zip(data["sequences"].cpu(), data["attention_mask"].cpu().bool())):
             # Equal rows have equal scores, so they may share a leaf: it gets the sum of their gradients.
-            key = row_key(ids, real)
+            experts = None if recorded is None else recorded[number].cpu()
+            key = row_key(ids, real, experts)
             if key not in self._places:
                 self._places[key] = len(rows)
-                rows.append(ids[real])
+                chosen = None
+                if experts is not None:
+                    instead = "switch the recording off"
+                    chosen = without_fill(experts[real].numpy(), "rollout_expert_indices of SkyRL", instead)
+                rows.append(Trajectory(ids[real], experts=chosen))
                 masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - actions)
         device = engine.prepared.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # as around SkyRL's own calls
@@ -135,20 +165,97 @@ class ScoresOfRows:
         """Arrange scores as [B, S]: entry t of a row is about token t + 1."""
         own = sequences.cpu()
         rows = []
-        for ids, real in zip(own, attention_mask.cpu().bool()):
+        for number, (ids, real) in enumerate(zip(own, attention_mask.cpu().bool())):
+            experts = None if self.recorded is None else self.recorded[number].cpu()
             whole = torch.zeros(len(ids), dtype=torch.float32, device=sequences.device)
             if real.sum() > 1:
                 places = torch.nonzero(real)[:-1, 0].to(sequences.device)
-                whole = whole.index_copy(0, places, scores[self._places[row_key(ids, real)]].float())
+                whole = whole.index_copy(0, places, scores[self._places[row_key(ids, real, experts)]].float())
             else:  # SkyRL's filler, which evens out the micro-batches of processes
                 whole.requires_grad_(torch.is_grad_enabled())
             rows.append(whole)
         return torch.stack(rows)
 
 
-def row_key(ids: Tensor, real: Tensor) -> bytes:
-    """The tokens of a row and where they stand."""
-    return ids[real].numpy().tobytes() + real.numpy().tobytes()
+def row_key(ids: Tensor, real: Tensor, experts: Tensor | None = None) -> bytes:
+    """The tokens of a row, where they stand, and their recorded experts."""
+    routed = b"" if experts is None else experts[real].long().numpy().tobytes()
+    return ids[real].numpy().tobytes() + real.numpy().tobytes() + routed
+
+
+SUMS_OF_TOKENS = ("regular", "dual_clip", "cispo")
+"""The policy losses of SkyRL in which each token's loss depends on that token alone."""
+
+
+def count_tokens_once() -> None:
+    """Have SkyRL's trainer train each sampled token in the first step of its trajectory that holds it.
+
+    With ``generator.step_wise_trajectories`` a step is a row. SkyRL's own generator trains only the new turn of a step,
+    so nothing repeats there. Steps of a generator of your own may repeat turns, as those of sub-agents or of a
+    rewritten history do. The advantages of all steps of a trajectory are equal in SkyRL, and the log-probabilities that
+    count are those of the first step. Call this in the process that builds the trainer.
+    """
+    from skyrl.train.trainer import RayPPOTrainer
+
+    convert = RayPPOTrainer.convert_to_training_input
+
+    @functools.wraps(convert)
+    def convert_counted(self: Any, generator_output: Any, *args: Any, **kwargs: Any) -> Any:
+        check_sums_tokens(self.cfg.trainer.algorithm)
+        masks, repeated = once_masks(generator_output)
+        self.all_metrics["tree/repeated_tokens"] = repeated
+        return convert(self, {**generator_output, "loss_masks": masks}, *args, **kwargs)
+
+    RayPPOTrainer.convert_to_training_input = convert_counted
+
+
+def check_sums_tokens(algorithm: Any) -> None:
+    """Raise ValueError if SkyRL's loss is no sum over tokens that is divided by their number."""
+    for name, allowed in (
+        ("loss_reduction", ("token_mean",)),
+        ("policy_loss_type", SUMS_OF_TOKENS),
+        ("use_kl_loss", (False,)),
+        ("use_entropy_loss", (False,)),
+    ):
+        if (value := getattr(algorithm, name)) not in allowed:
+            raise ValueError(
+                f"count_tokens_once counts tokens, so the loss must be a mean over tokens: trainer.algorithm.{name}="
+                f"{value} is not; set it to {' or '.join(map(str, allowed))}, or do not call count_tokens_once"
+            )
+
+
+def once_masks(generator_output: Mapping[str, Any]) -> tuple[list[list[int]], float]:
+    """The loss masks of steps, 0 where an earlier step of the trajectory trains a token; and the share of such tokens.
+
+    Args:
+        generator_output: prompt_token_ids, response_ids and loss_masks of each step; trajectory_ids say which belong
+            together.
+
+    Raises:
+        DataError: there are no trajectory_ids.
+    """
+    trajectories = generator_output.get("trajectory_ids")
+    if trajectories is None:
+        raise DataError(
+            "the generator's output has no trajectory_ids, so every row was sampled by itself and no token counts "
+            "twice; set generator.step_wise_trajectories=True, or do not call count_tokens_once"
+        )
+    names = ("prompt_token_ids", "response_ids", "loss_masks")
+    rows = [
+        Trajectory(
+            [*prompt, *response],
+            loss_weights=[0] * len(prompt) + [int(x != 0) for x in mask],
+            episode=(trajectory.instance_id, trajectory.repetition_id),
+        )
+        for prompt, response, mask, trajectory in zip(*(generator_output[name] for name in names), trajectories)
+    ]
+    counted = count_once(rows)
+    masks = [
+        [x if weight else 0 for x, weight in zip(mask, row.weights[len(row) - len(mask) :])]
+        for mask, row in zip(generator_output["loss_masks"], counted)
+    ]
+    trained, once = (sum(int((row.weights != 0).sum()) for row in own) for own in (rows, counted))
+    return masks, 1 - once / max(trained, 1)
 
 
 def check_settings(config: Any) -> None:

@@ -34,6 +34,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.engine import TreeEngine
+from treetrain.layers.experts.recorded import without_fill
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.once import count_once, repeats
 
@@ -358,24 +359,11 @@ def rows_of(data: TensorDict, *, replays: bool) -> list[Trajectory]:
             "router_replay.mode=R3, but the batch has no routed_experts; set "
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or the mode to disabled"
         )
-    if recorded.shape[-1] < 2:
-        raise DataError(
-            "router_replay.mode=R3 with one expert per token: verl fills routed_experts with 0 where none was "
-            "recorded, which cannot be told from expert 0; set the mode to disabled"
-        )
+    instead = "set router_replay.mode=disabled"
     return [
-        Trajectory(row, experts=without_fill(experts.cpu().numpy())) for row, experts in zip(ids, recorded.unbind())
+        Trajectory(row, experts=without_fill(experts.cpu().numpy(), "routed_experts of verl", instead))
+        for row, experts in zip(ids, recorded.unbind())
     ]
-
-
-def without_fill(experts: np.ndarray) -> np.ndarray:
-    """Recorded experts [L, layers, k], with -1 where none were recorded.
-
-    verl has zeros there. The k experts of a token differ, so equal numbers are not a record.
-    """
-    ordered = np.sort(experts, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1, keepdims=True)
-    return np.where(twice, -1, experts.astype(np.int64))
 
 
 def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from treetrain.core.planning.cost import ModelCounts
 from treetrain.core.tree.layout import FULL, AttentionRange, Pairs, needed_tokens, pairs_at
 from treetrain.core.tree.token_tree import Int64s, Row, TokenTree, as_tree, trajectories_through
-from treetrain.layers.trajectory import Trajectory
+from treetrain.core.tree.trajectory import Trajectory
 from treetrain.shapes import ModelShape
 
 

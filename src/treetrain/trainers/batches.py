@@ -19,6 +19,8 @@ IGNORED = -100
 """The label of tokens that are not predicted."""
 TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 """Keyword arguments by which TRL's `AsyncGRPOTrainer` describes a packed tree to its model."""
+ROUTED = "routed_experts"
+"""The keyword argument, or entry of a batch, with the experts that the rollout recorded; see `experts_of_rows`."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keyword arguments by which processors say which tokens are of an image; 0 is text."""
 
@@ -208,6 +210,8 @@ class Rows(NamedTuple):
     """The id that stands for images."""
     asked: Sequence[Integer[np.ndarray, "_ k"]] = ()
     """Ids whose log-probabilities are asked for at each prediction, -1 for none; empty if there are none."""
+    experts: Sequence[Integer[np.ndarray, "_ P k"] | None] = ()
+    """The recorded experts of each row, -1 where the router chooses; empty if none were recorded."""
 
     def asking(self, ids: Integer[Tensor, "B _ k"]) -> "Rows":
         """The rows with ids that are given in the shape of `wanted`."""
@@ -240,7 +244,8 @@ def rows_of(kwargs: ModelInputs, *, rewards: bool = False, model: nn.Module | No
         model: what is called; None reads no images.
 
     Raises:
-        DataError: a label that is not the next token of its row, or a mask with positions that do not fit it.
+        DataError: recorded experts that do not fit the rows; a label that is not the next token of its row, or a mask
+            with positions that do not fit it.
     """
     if "tree_kv_index" in kwargs:
         return _rows_of_packed_tree(kwargs)
@@ -302,7 +307,44 @@ def rows_of(kwargs: ModelInputs, *, rewards: bool = False, model: nn.Module | No
         spans=spans,
         images=images,
         image_token=token,
+        experts=experts_of_rows(kwargs.get(ROUTED), spans, ids),
     )
+
+
+def experts_of_rows(
+    recorded: Any, spans: Sequence[Span], input_ids: Integer[Tensor, "B L"]
+) -> list[Integer[np.ndarray, "_ P k"] | None]:
+    """The experts that a rollout recorded, by row; -1 where it recorded none.
+
+    Args:
+        recorded: [B, L, layers, k] as the ids are laid out; or a list with [tokens, layers, k] for each row, from its
+            first token on, which may end early, or None.
+        spans: of the rows.
+
+    Raises:
+        DataError: another number of rows or tokens, or one expert per token.
+    """
+    if recorded is None:
+        return []
+    from treetrain.layers.experts.recorded import without_fill
+
+    if isinstance(recorded, Tensor):
+        if recorded.dim() != 4 or recorded.shape[:2] != input_ids.shape:
+            raise DataError(
+                f"{ROUTED} of the batch has shape {tuple(recorded.shape)} and input_ids {tuple(input_ids.shape)}; give "
+                "[B, L, layers, k], padded as the ids are (with -1)"
+            )
+        recorded = [recorded[b, start:stop].cpu().numpy() for b, start, stop in spans]
+    if len(recorded) != len(spans):
+        raise DataError(f"{ROUTED} has records of {len(recorded)} rows, and the batch {len(spans)}; give one for each")
+    found: list[Any] = []
+    for own, (_, start, stop) in zip(recorded, spans):
+        if own is None or not len(own):
+            found.append(None)
+            continue
+        own = without_fill(np.asarray(own)[: stop - start], ROUTED, "leave it out")
+        found.append(np.concatenate([own, np.full((stop - start - len(own), *own.shape[1:]), -1)]))
+    return found
 
 
 def _images_of(
@@ -414,27 +456,30 @@ def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
         inputs = {name: batch[name][real][None] for name in ("input_ids", "shift_labels")}
         return inputs | {name: batch[name][batch[name] >= 0] for name in TREE_INDEX}
     images = {name: batch[name] for name in (*IMAGE_INPUTS, IMAGE_TYPES) if batch.get(name) is not None}
+    routed = {} if batch.get(ROUTED) is None else {ROUTED: batch[ROUTED]}
     if "completion_ids" in batch:  # GRPO and RLOO
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         labels = ids.masked_fill(mask == 0, IGNORED)
         labels[:, : batch["prompt_ids"].shape[1]] = IGNORED
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels} | images
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels} | images | routed
     if "input_ids" not in batch:
         return None
     names = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
     inputs = with_labels({name: batch[name] for name in names if name in batch})
     if "labels" not in inputs and "completion_mask" in batch:  # DPO and KTO
         inputs["labels"] = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
-    return inputs | images
+    return inputs | images | routed
 
 
 def tree_of(batches: Sequence[Rows]) -> TokenTree:
     """The rows of some batches as a tree whose trained tokens are the wanted ones; without masks all are trained."""
     made = []
     for rows in batches:
-        masks, images = rows.masks or [None] * len(rows.ids), rows.images or [None] * len(rows.ids)
-        for row, mask, own in zip(rows.ids, masks, images):
+        masks, images, experts = (x or [None] * len(rows.ids) for x in (rows.masks, rows.images, rows.experts))
+        for row, mask, own, routed in zip(rows.ids, masks, images, experts):
+            mask: Any
             weights = None if mask is None else np.concatenate([[0.0], mask])[: len(row)]
-            made.append(Trajectory(row, loss_weights=weights, images=own, image_token=rows.image_token))
+            facts = {"images": own, "image_token": rows.image_token, "experts": routed}
+            made.append(Trajectory(row, loss_weights=weights, **facts))
     return build_tree(made)

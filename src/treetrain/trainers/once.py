@@ -6,7 +6,7 @@ counts what is left, and the result depends on no order of rows, micro-batches o
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def data_counted_once(trainer: Trainer) -> Any:
             "'once' is for SFTTrainer and a plain transformers.Trainer"
         )
     dataset: Any = trainer.train_dataset
-    if dataset is None or not isinstance(dataset, Sized):
+    if dataset is None or not hasattr(dataset, "__len__"):
         raise ValueError("count='once' compares all rows before training; give a train_dataset with a length")
     columns = getattr(dataset, "column_names", None) or (list(dataset[0]) if len(dataset) else [])
     if "seq_lengths" in columns:

@@ -321,7 +321,8 @@ class TokensOutput(Output):
     def answer(self, answer: Answer) -> tuple[Tensor, Tensor | None, Tensor | None]:
         scored, entropies = answer.scored, answer.batch(answer.scored.entropies)
         of_ids = None if scored.id_logprobs is None else answer.asked.rows.at_ids(scored.id_logprobs[answer.own])
-        return answer.keep(answer.scores), *(None if x is None else answer.keep(x) for x in (entropies, of_ids))
+        entropies, of_ids = (None if x is None else answer.keep(x) for x in (entropies, of_ids))
+        return answer.keep(answer.scores), entropies, of_ids
 
     def plain(self, forward: Callable[..., Any], batch: ModelInputs) -> Compared:
         logits = forward(**{name: value for name, value in batch.items() if name != "labels"}).logits

@@ -9,7 +9,7 @@ metric or schedule is copied. `patches.py` lists what is replaced, and how it is
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from treetrain.core.errors import DataError
 from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
 from treetrain.logs.once import Count, checked_count
 from treetrain.parallel.process_group import limit_waits
-from treetrain.trainers.batches import ModelInputs, with_labels
+from treetrain.trainers.batches import ROUTED, ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
 from treetrain.trainers.last_states import SharesLastStates, reads_last_states, share_last_states
 from treetrain.trainers.once import data_counted_once
@@ -135,6 +136,19 @@ class SharesPrefixes:
         self.prefix_sharing.steps.begin_step(batches)
         return batches, num_items
 
+    def _generate(self, *args: object, **kwargs: object) -> object:
+        """Generate, and keep the experts that a ``rollout_func`` has recorded."""
+        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
+        self.prefix_sharing.routed = recorded_in(generated)
+        return generated
+
+    def _generate_and_score_completions(self, *args: object, **kwargs: object) -> dict[str, object]:
+        """Generate and score; recorded experts go with the rows into their micro-batches."""
+        with replaced(self.prefix_sharing, routed=None):
+            output = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
+            routed = self.prefix_sharing.routed
+            return output if routed is None else output | {ROUTED: routed}
+
     def _get_per_token_logps_and_entropies(
         self, *args: object, batch_size: int | None = None, **kwargs: object
     ) -> object:
@@ -148,7 +162,9 @@ class SharesPrefixes:
 
     def compute_loss(self, model: nn.Module, *args: object, **kwargs: object) -> object:
         """Compute the trainer's loss from the tree's scores."""
-        with self.prefix_sharing.loss_of(model) as inner:
+        batch = args[0] if args else kwargs.get("inputs")
+        routed = batch.get(ROUTED) if isinstance(batch, dict) else None
+        with self.prefix_sharing.loss_of(model) as inner, replaced(self.prefix_sharing, routed=routed):
             return super().compute_loss(inner, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
@@ -190,6 +206,8 @@ class PrefixSharing:
         """Whether the trainer is in `compute_loss`, where calls with labels ask for scores."""
         self.reads_logits = False
         """Whether it reads the logits of the output that also has the loss, so that the plain forward gives both."""
+        self.routed: Any = None
+        """The experts that were recorded for the rows that the trainer scores now; see `experts_of_rows`."""
         self._settings_compared = False
         """Whether the settings of all ranks have been compared."""
         self._engines: dict[tuple[object, float], TreeEngine] = {}
@@ -326,6 +344,7 @@ class PrefixSharing:
             args, kwargs = (), by_name(model, args, kwargs)
         if RUN_KEYWORD in kwargs:  # a pass of a tree
             return plain(*args, **kwargs)
+        routed, kwargs = self.routed, {name: value for name, value in kwargs.items() if name != ROUTED}
         follows = torch.is_grad_enabled() or callable(self.trainer.compute_loss_func)
         asks = output.asks(Call(args, kwargs, self.in_loss, self.reads_logits, follows))
         if asks is Asks.OUTPUT and not self.in_loss:
@@ -338,7 +357,7 @@ class PrefixSharing:
                 if unknown:
                     raise refused_arguments(unknown)
                 inputs = with_labels(kwargs)
-                rows = output.rows(inputs, self.model)
+                rows = output.rows(inputs | ({} if _is_reference(self, model) else {ROUTED: routed}), self.model)
                 question = Question(forward, output, inputs, rows, shifted=inputs is not kwargs)
         if question is not None:
             return self._from_tree(question)
@@ -356,7 +375,9 @@ class PrefixSharing:
         ranks = self._engine_for(forward.module, output).sharing.passes_with
         with ranks.together("the model's call"):
             agreed(ranks, Asks.LOGPROBS if ids is None else Asks.LOGPROBS_AT_IDS)
-            rows = output.rows(inputs, forward.module)
+            inputs = {name: value for name, value in inputs.items() if name != ROUTED}
+            routed = {} if _is_reference(self, forward.module) else {ROUTED: self.routed}
+            rows = output.rows(inputs | routed, forward.module)
             question = Question(forward, output, inputs, rows if ids is None else rows.asking(ids))
         return self._from_tree(question)
 
@@ -418,6 +439,38 @@ class PrefixSharing:
                 self.gains.once, self.gains.plain_rate = first_step.judge(sample, plain, trees)
         if compares:
             self.check = False
+
+
+def _is_reference(sharing: PrefixSharing, model: nn.Module) -> bool:
+    """Whether a call of the model is of the reference policy, whose routers choose for themselves."""
+    adapter = getattr(model, "active_adapter", None)
+    return model is not sharing.model or bool(getattr(model, "_adapters_disabled", False)) or adapter == "ref"
+
+
+def recorded_in(generated: object) -> list[Any] | None:
+    """The experts that a ``rollout_func`` of GRPO recorded: [tokens, layers, k] for the prompt and completion of a row.
+
+    Args:
+        generated: what the trainer's `_generate` returns: prompts, completions and, among others, a dict of the
+            further fields of the rollout.
+
+    Raises:
+        DataError: a record of other tokens than the row's; that of the last token may be missing.
+    """
+    parts: Sequence[Any] = list(generated) if isinstance(generated, tuple) else []
+    fields = next((part for part in parts if isinstance(part, dict) and part.get(ROUTED) is not None), None)
+    if fields is None:
+        return None
+    recorded = list(fields[ROUTED])
+    for number, (own, prompt, completion) in enumerate(zip(recorded, parts[0], parts[1], strict=True)):
+        tokens = len(prompt) + len(completion)
+        if own is not None and len(own) not in (0, tokens - 1, tokens):
+            raise DataError(
+                f"{ROUTED} of row {number} of the rollout has {len(own)} tokens, and its prompt and completion have "
+                f"{len(prompt)} and {len(completion)}: record all of them in order (the last may be missing), with -1 "
+                "where the router is to choose"
+            )
+    return recorded
 
 
 def _trains(model: nn.Module) -> bool:

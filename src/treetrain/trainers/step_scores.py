@@ -126,7 +126,12 @@ class TreeScores:
 def _equal(one: Rows, other: Rows) -> bool:
     pairs = (one.ids, other.ids), (one.masks, other.masks), (one.asked, other.asked)
     images, others = ([[image.digest for image in own] for own in rows.images] for rows in (one, other))
-    return images == others and all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
+    routed, routes = ([None if x is None else x.tolist() for x in rows.experts] for rows in (one, other))
+    return (
+        images == others
+        and routed == routes
+        and all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
+    )
 
 
 @dataclass(eq=False)

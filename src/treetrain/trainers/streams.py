@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from treetrain.core.errors import DataError
-from treetrain.core.planning.plan import Costs
+from treetrain.core.planning.cost import CostModel
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.models.costs import cost_if_countable
 from treetrain.parallel.balance import dispatch
@@ -61,7 +61,7 @@ class GroupStream(IterableDataset[MicroBatch]):
         source: Iterable[Row],
         batch_size: int,
         *,
-        cost: Costs | None = None,
+        cost: CostModel | None = None,
         key: Key = "input_ids",
         accumulation: int = 1,
         processes: int = 1,
@@ -178,8 +178,8 @@ def stream_loader(trainer: "Trainer", key: Key) -> Callable[[], DataLoader]:
     )
     collator = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
 
-    def collated(batch: MicroBatch) -> dict[str, Any]:
-        inputs = collator(batch.rows)
+    def collated(batch: Any) -> dict[str, Any]:
+        inputs: Any = collator(batch.rows)
         if not batch.trained:
             inputs["labels"] = torch.full_like(inputs["labels"], IGNORED)
         return inputs

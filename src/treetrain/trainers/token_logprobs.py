@@ -28,7 +28,7 @@ from treetrain.core.hf.capability import (
 )
 from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.parallel.process_group import output_dtype
-from treetrain.trainers.batches import IGNORED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
+from treetrain.trainers.batches import IGNORED, ROUTED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
 from treetrain.trainers.calls import KNOWN_ARGUMENTS, image_arguments
 from treetrain.trainers.outputs import TreeOutput
 from treetrain.trainers.patches import tree_forward
@@ -98,11 +98,16 @@ def token_logprobs(
         _check_ids(ids, batch["input_ids"], inner)
         forward = tree_forward(inner)
         if forward is None:
+            if inputs.get(ROUTED) is not None:
+                raise ValueError(
+                    f"the batch has {ROUTED}, which replace the routers' choices only in a trainer with "
+                    "tt.share_prefixes(trainer); leave them out here"
+                )
             scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy, ids=ids)
         else:
             scores = forward.answers.token_logprobs(forward, batch, temperature, entropy=return_entropy, ids=ids)
-    given = tuple(x for x in scores if x is not None)
-    return given if len(given) > 1 else given[0]
+    first, *others = (x for x in scores if x is not None)
+    return (first, *others) if others else first
 
 
 def _check_ids(ids: object, tokens: Tensor, model: nn.Module | int) -> None:

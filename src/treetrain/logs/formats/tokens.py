@@ -114,7 +114,7 @@ def _sets(row: Record, length: int, keep: slice) -> dict[str, Json]:
             raise DataError(f"{name} has {given} for {length} input_ids; give a list for each, null for none")
     return {
         "sampling_mask": None if mask is None else mask[keep],
-        "teacher_topk": None if ids is None else (ids[keep], logprobs[keep]),
+        "teacher_topk": None if ids is None or logprobs is None else (ids[keep], logprobs[keep]),
     }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from treetrain.core.planning.cost import ModelCounts
 from treetrain.core.planning.plan import Plan
-from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.token_tree import Row, TokenTree, build_tree
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.groups import TOKENS_PER_STEP, batches_of_pass, cut_evenly, make_groups
 from treetrain.logs.inspection.diagnosis import Diagnosis, diagnose
@@ -232,7 +232,7 @@ def sharing_in_batches(
     return found
 
 
-def linear_flops(rows: Sequence[Trajectory], counts: ModelCounts) -> float:
+def linear_flops(rows: Sequence[Row], counts: ModelCounts) -> float:
     """FLOPs of a step with every row by itself."""
     return counts.flops(*linear_work(build_tree(rows), counts.attention_ranges))
 
