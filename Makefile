@@ -23,7 +23,7 @@ READY = $(VENV)/.installed
 endif
 
 .PHONY: help demo live test test-full pytest-fast pytest-all lint types bench bench-smoke golden docs tutorial packages workflows \
-	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-deepspeed test-quantised \
+	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-llamafactory test-deepspeed test-quantised \
 	test-hosts test-device \
 	clean-venv active-environment
 .DEFAULT_GOAL := help
@@ -49,6 +49,7 @@ help:
 	@echo "make test-verl     verl's engine with and without trees"
 	@echo "make test-skyrl    SkyRL's policy worker with and without trees"
 	@echo "make test-axolotl  Axolotl's trainer with and without the plugin"
+	@echo "make test-llamafactory  LLaMA-Factory's trainer with and without shared prefixes"
 	@echo "make test-deepspeed  the trainers under DeepSpeed's ZeRO with and without shared prefixes"
 	@echo "make test-hosts   torchrun over two hosts (network namespaces), Slurm, Ray Train and the other files of examples/cluster"
 	@echo "make test-quantised  LoRA on weights quantised by bitsandbytes and torchao"
@@ -104,6 +105,16 @@ test-axolotl:
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(AXOLOTL) pytest beartype -e .
 	$(VENV)/bin/python -m pip install -q --no-deps axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_axolotl.py
+
+# LLaMA-Factory's own requirements hold a web interface, which its trainer does not need.
+LLAMAFACTORY = transformers==5.6.0 accelerate==1.11.0 peft==0.18.1 datasets==4.0.0 trl==0.24.0 omegaconf einops matplotlib \
+	modelscope fire av==16.0.0 torchvision torchdata==0.11.0 tiktoken sentencepiece pandas scipy
+test-llamafactory: VENV = .venv-llamafactory
+test-llamafactory:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(LLAMAFACTORY) pytest beartype -e .
+	$(VENV)/bin/python -m pip install -q --no-deps llamafactory==0.9.5
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_llamafactory.py
 
 # DeepSpeed compiles its shared-memory extension at the first run. A compilation that is killed leaves a lock file in
 # ~/.cache/torch_extensions, which makes later runs wait for ever: remove it.

@@ -105,7 +105,9 @@ SHAPES_OF_MODELS = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", SHAPES_OF_MODELS)
-@pytest.mark.parametrize("way", [("fsdp", "halves"), ("ddp", "halves"), ("fsdp", "first has all")])
+@pytest.mark.parametrize(
+    "way", [("fsdp", "halves"), ("ddp", "halves"), ("fsdp", "first has all"), ("ddp", "first has all")]
+)
 def test_kinds_of_models(run_on_ranks, kind, way) -> None:
     parallel, split = way
     check(run_on_ranks, dataclasses.replace(SHAPES_OF_MODELS[kind], parallel=parallel, budget=9, split=split))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from support.fsdp_on_cpus import let_accelerate_shard
+from support.models import VOCAB, make_model
 from support.processes import Processes
 from support.tree_runs import SKIPPED, branching_rows, error, preference_rows, run, small_model, weights
 from treetrain.parallel.process_group import is_sharded
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": {"loss": "dpo"},
     "lora": {"lora": True},
     "linear": {"execution": "linear"},
+    "experts, and ranks without rows": {"tokens_per_step": 16, "gradient_accumulation_steps": 2, "experts": True},
 }
 
 
@@ -37,6 +39,9 @@ def made(case: str, way: str, dtype: torch.dtype, *, steps: int, folder: Any = N
     rows = preference_rows() if settings.get("loss") == "dpo" else branching_rows()
     held = 2 if settings.get("loss") == "dpo" else 3
     model, options = small_model(dtype), {}
+    if settings.pop("experts", False):
+        model = make_model("qwen3_moe", dtype, output_router_logits=True, router_aux_loss_coef=0.5)
+        rows = [row.replace(ids=row.ids % VOCAB) for row in rows]
     if settings.pop("lora", False):
         from peft import LoraConfig, get_peft_model
 

@@ -73,7 +73,8 @@ def main(kind: str, folder: Path, settings: dict[str, Any]) -> None:
     else:
         trainer = make_shared_trainer(folder, **{"fsdp": True, "per_device_train_batch_size": 1} | given)
     trainer.train(resume_from_checkpoint=resume)
-    found: dict[str, Any] = outcome(trainer) if kind != "zero2" else {"weights": dict(trainer.model.named_parameters())}
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    found: dict[str, Any] = outcome(trainer) if kind != "zero2" else {"weights": weights}
     if first:
         torch.save(found, folder.with_name(f"{folder.name}.result"))
     if kind == "zero2":

@@ -202,7 +202,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         lacks = f"transformers {transformers.__version__} lacks {unsafe}, by which checkpoints are written"
         refusals: list[Refusal] = [
             (unsafe, f"{lacks}: install another version, or set save_strategy='no'"),
-            (self.is_deepspeed_enabled, "DeepSpeed's checkpoints are not known: use DDP or FSDP2"),
+            (
+                self.is_deepspeed_enabled,
+                "DeepSpeed writes and reads checkpoints itself, as pickles of its own classes for one number of ranks, "
+                "so that neither a resume without running their code nor another number of ranks can be promised: use "
+                "DDP or FSDP2, or the trainer without SafeCheckpointsMixin",
+            ),
             (own.save_on_each_node, "save_on_each_node=True: set it to False, and share one output_dir"),
             (own.push_to_hub and own.hub_strategy != "end", "checkpoints are not pushed: set hub_strategy='end'"),
         ]

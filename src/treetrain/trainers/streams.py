@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from treetrain.core.errors import DataError
 from treetrain.core.planning.cost import CostModel
+from treetrain.core.tree.token_tree import as_tree
 from treetrain.core.tree.trajectory import Trajectory
 from treetrain.models.costs import cost_if_countable
 from treetrain.parallel.balance import dispatch
@@ -111,10 +112,9 @@ class GroupStream(IterableDataset[MicroBatch]):
 
     def divide(self, rows: Sequence[Row]) -> list[list[int]]:
         """The numbers of each process's rows of a step, those that share beside one another."""
-        trajectories = [trajectory(row) for row in rows]
-        order = {number: place for place, number in enumerate(sorted(range(len(rows)), key=lambda k: _ids(rows[k])))}
-        divided = dispatch(trajectories, self._cost, self._processes)
-        return [sorted(numbers.tolist(), key=order.__getitem__) for numbers in divided]
+        tree = as_tree([trajectory(row) for row in rows])
+        divided = dispatch(tree, self._cost, self._processes)
+        return [numbers[np.argsort(tree.trajectory_last[numbers], kind="stable")].tolist() for numbers in divided]
 
     def _own(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         own = [rows[number] for number in self.divide(rows)[self._process]]
@@ -124,18 +124,14 @@ class GroupStream(IterableDataset[MicroBatch]):
             yield MicroBatch(part or [min(rows, key=lambda row: len(row["input_ids"]))], bool(part))
 
 
-def _ids(row: Row) -> list[int]:
+def trajectory(row: Row) -> Trajectory:
+    """A row, with loss weights by its labels or masks if it has some. Raises DataError without `input_ids`."""
     if "input_ids" not in row:
         raise DataError(
             f"a row of the stream has no column 'input_ids', only {', '.join(map(repr, row))}: its work is not known; "
             "tokenise the rows before (dataset.map)"
         )
-    return np.asarray(row["input_ids"]).tolist()
-
-
-def trajectory(row: Row) -> Trajectory:
-    """A row, with loss weights by its labels or masks if it has some."""
-    ids = _ids(row)
+    ids = row["input_ids"]
     given = next((row[name] for name in ("completion_mask", "assistant_masks") if row.get(name) is not None), None)
     if row.get("labels") is not None:
         given = np.asarray(row["labels"]) != IGNORED
