@@ -10,7 +10,7 @@ gradient of the student's states then runs through its tree once (`Scored.backwa
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -18,15 +18,13 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from treetrain.core.device_arrays import on_device
+from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.loss_gradients import Batch
 from treetrain.core.engine.score import Scored, Scoring, States
 from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.core.losses.protocol import StepResult
 from treetrain.core.tree.token_tree import Row, TokenTree
 from treetrain.layers.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from treetrain.engine import TreeEngine
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
 CHUNK_LOGITS = 1 << 21
@@ -42,7 +40,7 @@ class HeadInputs:
         temperature: divides the logits before the softmax.
     """
 
-    def __init__(self, name: str, engine: "TreeEngine", batch: Batch, temperature: float):
+    def __init__(self, name: str, engine: TreeEngine, batch: Batch, temperature: float):
         call = engine.prepared.call(logprobs=False, values=True)
         engine._check_device()
         engine._before_plan(call, batch.tree)
@@ -69,7 +67,7 @@ class HeadInputs:
         return (slice(start, start + step) for start in range(0, len(self.states), step))
 
 
-def _batch_of(name: str, engine: "TreeEngine", rows: Sequence[Row] | TokenTree) -> Batch:
+def _batch_of(name: str, engine: TreeEngine, rows: Sequence[Row] | TokenTree) -> Batch:
     """The trained predictions of the rows.
 
     Raises:
@@ -89,7 +87,7 @@ def _batch_of(name: str, engine: "TreeEngine", rows: Sequence[Row] | TokenTree) 
     return Batch.of(tree, weighted=True, every_token=False)
 
 
-def teach(engine: "TreeEngine", of_states: "TreeEngine", rows: Sequence[Row] | TokenTree, k: int) -> list[Trajectory]:
+def teach(engine: TreeEngine, of_states: TreeEngine, rows: Sequence[Row] | TokenTree, k: int) -> list[Trajectory]:
     """See `TreeEngine.teach`."""
     size = engine.capabilities.vocab_size
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= size:
@@ -111,10 +109,10 @@ def teach(engine: "TreeEngine", of_states: "TreeEngine", rows: Sequence[Row] | T
 
 
 def distill(
-    student: "TreeEngine",
-    student_states: "TreeEngine",
-    teacher: "TreeEngine",
-    teacher_states: "TreeEngine",
+    student: TreeEngine,
+    student_states: TreeEngine,
+    teacher: TreeEngine,
+    teacher_states: TreeEngine,
     rows: Sequence[Row] | TokenTree,
     divergence: Divergence,
     normaliser: float | None,
