@@ -14,7 +14,7 @@ from examples.countdown.chat import begin
 from examples.countdown.environment import Puzzle
 from examples.countdown.policies import expert, random_walk
 
-from examples import adapters, dpo, grpo, own_loss, own_model, sft, tree_objective
+from examples import adapters, distill, dpo, grpo, own_loss, own_model, sft, tree_objective
 from treetrain.models.loading import load_model, load_tokenizer
 
 
@@ -48,6 +48,12 @@ def test_sft_lowers_the_loss_and_computes_shared_prefixes_once(capsys):
     assert losses[-1] < losses[0] - 1
     computed, flat = capsys.readouterr().out.splitlines()[0].split(", ")[1].split(" of ")
     assert int(computed) < 0.7 * int(flat.split()[0])
+
+
+@pytest.mark.parametrize("ids", [None, 4])
+def test_distillation_brings_a_student_nearer_to_its_teacher(ids):
+    _, divergences = distill.main(steps=4, ids=ids, teacher_steps=3)
+    assert divergences[-1] < 0.9 * divergences[0]
 
 
 @pytest.mark.slow
