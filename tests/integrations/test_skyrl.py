@@ -316,3 +316,21 @@ def test_the_trainer_gets_the_masks_that_count_once(monkeypatch: pytest.MonkeyPa
     output["trajectory_ids"] = [TrajectoryID("a", 0)] * 2
     found = RayPPOTrainer.convert_to_training_input(trainer, output, ["a", "a"])
     assert found == ([[1], [0, 1]], ["a", "a"]) and trainer.all_metrics["tree/repeated_tokens"] == 1 - 2 / 3
+
+
+def test_the_worker_hands_on_the_records_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("support.skyrl_cpu")
+    from types import SimpleNamespace
+
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
+
+    from treetrain.integrations.skyrl import TreePolicyWorker
+
+    worker = object.__new__(TreePolicyWorker)
+    worker.model = SimpleNamespace(recorded=None)
+    for name in ("_forward_backward_micro", "_forward_micro_batch", "_forward_micro_with_loss"):
+        monkeypatch.setattr(FSDPPolicyWorkerBase, name, lambda self, *args, **kwargs: (self.model.recorded, kwargs))
+    experience, batch = SimpleNamespace(rollout_expert_indices="own"), {"rollout_expert_indices": "its"}
+    assert worker._forward_backward_micro(experience, 1.0, loss_fn="x") == ("own", {"loss_fn": "x"})
+    assert worker._forward_micro_batch(batch) == ("its", {})
+    assert worker._forward_micro_with_loss({}, loss_fn="x") == (None, {"loss_fn": "x"})
