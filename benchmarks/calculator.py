@@ -203,8 +203,8 @@ def tables(window: int = 4) -> str:
     if both:
         lines += [
             "",
-            "| seed | steps of both | losses apart (6 digits) | rewards apart | CPU s a step: sampling | update without "
-            "| with | ratio |",
+            "| seed | steps of both | losses apart (6 digits) | rewards apart | CPU s a step: sampling | update "
+            "without | with | ratio |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
     for seed in both:

@@ -56,7 +56,7 @@ NO_LOSS = {
     functools.partial(right, None): "does not take",
     torch.nn.CrossEntropyLoss(): "CrossEntropyLoss.*does not take",
     OfTheBacth(): "scope 'bacth'; give 'trajectory'.* or 'batch'",
-    Needing(): r"needs 'surprise'; a loss may need logprobs, entropies, predicted_values, advantages, ",
+    Needing(): r"needs 'surprise'; a loss may need logprobs, entropies, id_logprobs, predicted_values, advantages, ",
     ValuesUnnamed(): "and with values=... as it needs predicted values",
     right: r"loss right has no normaliser\(trajectories\)",
 }

@@ -36,7 +36,7 @@ def test_rows_are_scored_under_the_autocast_of_the_models_device(worker_module, 
 
     def score(rows: list, **_: object) -> None:
         assert asked, "scored outside of autocast"
-        scored.append([row.tolist() for row in rows])
+        scored.append([row.ids.tolist() for row in rows])
 
     monkeypatch.setattr(torch, "autocast", autocast)
     engine: Any = SimpleNamespace(prepared=SimpleNamespace(device=SimpleNamespace(type=device)), score=score)

@@ -91,12 +91,13 @@ class Selection:
         return torch.where(has, over_kept, logprobs), entropies, asked
 
     def pull_back(
-        self, table: "ScoreTable", logprobs: Tensor, entropies: Tensor | None, asked: Tensor | None = None
+        self, table: "ScoreTable", logprobs: Tensor | None, entropies: Tensor | None, asked: Tensor | None = None
     ) -> tuple[Float[Tensor, " E"], Float[Tensor, " R"] | None]:
         """Gradients by edge and by row, from those by the results of `scores`."""
         of_rows = None if table.entropies is None else entropies
         if self.kept is not None or self.asked is not None:
             given = [self.at_edges(table.logprobs).requires_grad_()]
+            logprobs = torch.zeros_like(given[0]) if logprobs is None else logprobs
             if table.entropies is not None and of_rows is not None:
                 given.append(self.at_rows(table.entropies).requires_grad_())
             with torch.enable_grad():

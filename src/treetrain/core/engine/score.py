@@ -212,7 +212,6 @@ def run_batch_loss(
     ranks.exchange(None)  # the loss may fail on one rank; the others would wait for it in the first backward
     before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
     edges, entropy, value = (None if x is None else x[before : before + len(batch.edge_rows)] for x in gradients)
-    assert edges is not None
     scoring.backward(
         *batch.pull_back(table, edges, entropy),
         None if table.values is None or value is None else sum_by_place(table.values, batch.edge_rows, value),

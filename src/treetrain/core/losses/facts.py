@@ -142,7 +142,7 @@ REMEDIES = {
     "the row",
     "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference model), or set kl=0.0 in a "
     "policy loss",
-    "rollout_logprobs": "give rollout_logprobs=... as the sampler recorded them, or set importance_cap=None",
+    "rollout_logprobs": "give rollout_logprobs=... as the sampler recorded them, or no importance_... options",
     "teacher_logprobs": "give teacher_logprobs=..., the teacher's log-probabilities of the row's own tokens",
     "teacher_topk": "give teacher_topk=(ids, logprobs), the teacher's most likely ids at each trained token",
     "values": "give values=..., the value estimates at sampling time",
