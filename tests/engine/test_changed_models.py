@@ -279,3 +279,20 @@ def test_a_backward_within_inference_mode_is_that_outside_of_it(surrounding):
     with surrounding():
         scored.backward()
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+def test_hooks_by_which_transformers_records_outputs_may_come_in_between():
+    """They are set in the first forward that asks for outputs of layers, such as the routers', and change no values."""
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    found = []
+    for records in (False, True):
+        model = make_model("qwen3_moe", torch.float64)
+        scored = recomputing(model, check=False).score(ROWS)
+        if records:
+            assert not any(module._forward_hooks for module in model.modules())
+            capturing.maybe_install_capturing_hooks(model.model)
+            assert any(module._forward_hooks for module in model.modules())
+        loss_of(scored.logprobs).backward()
+        scored.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*found)

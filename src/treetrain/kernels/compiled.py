@@ -22,7 +22,7 @@ from treetrain.core.engine.executor import Executor, PassCounts
 from treetrain.core.engine.extension import Extension
 from treetrain.core.engine.loss_gradients import KnownGradients
 from treetrain.core.engine.model_passes import ModelPasses
-from treetrain.core.engine.model_state import HARMLESS_HOOKS
+from treetrain.core.engine.model_state import harmless
 from treetrain.core.engine.parameter_hooks import HooksOnce
 from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 from treetrain.core.planning.cost import ModelCounts
@@ -216,4 +216,4 @@ def _run(call: Call, passes_type: type[ModelPasses], tokens: int, *, graph: bool
 
 def _without_effect(hook: Callable[..., object]) -> Callable[..., object]:
     """A hook in place of a user's. Some hook stays: layers that have one are compiled in pieces, here as in steps."""
-    return hook if getattr(hook, "__code__", None) in HARMLESS_HOOKS else lambda *_, **__: None
+    return hook if harmless(hook) else lambda *_, **__: None

@@ -8,14 +8,12 @@ too, nor need it be compared with its rows one by one (`check/first_use.py`). A 
 
 from contextlib import suppress
 from functools import cache
-from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedModel
 
 from treetrain.core.engine.snapshot import HOOK_FIELDS, global_hooks, is_container
 
@@ -44,7 +42,7 @@ class ModelState(NamedTuple):
     """Facts that checks alone read, such as the kinds of the weights."""
     code: dict[tuple[int, str], object]
     """The code that runs: classes and their forwards, forwards of instances, submodules, functions such as activations,
-    and hooks. A hook that is set anew has another number. `HARMLESS_HOOKS` are left out."""
+    and hooks. A hook that is set anew has another number. `harmless` ones are left out."""
     tensors: dict[tuple[int, str], tuple[Any, ...]]
     """Where buffers are, and tensors that are plain attributes or stand in lists: a dictionary, and keys to follow. The
     tensors there may be others by now, so that a state keeps none alive."""
@@ -79,10 +77,7 @@ class ModelState(NamedTuple):
         for name, value in fields.items():
             self._read_field(holder, fields, name, value)
         if any(fields[kind] for kind in HOOK_FIELDS):
-            hooks = [
-                [n for n, hook in fields[kind].items() if getattr(hook, "__code__", None) not in HARMLESS_HOOKS]
-                for kind in HOOK_FIELDS
-            ]
+            hooks = [[n for n, hook in fields[kind].items() if not harmless(hook)] for kind in HOOK_FIELDS]
             if any(hooks):
                 self.code[holder, "hooks"] = tuple(map(tuple, hooks))
         for name, buffer in fields["_buffers"].items():
@@ -163,11 +158,13 @@ def _content(value: object) -> object:
 
 _TRAINED = ".requires_grad"
 """The end of the names of the requires_grad flags."""
-HARMLESS_HOOKS = tuple(
-    x for x in PreTrainedModel.enable_input_require_grads.__code__.co_consts if isinstance(x, CodeType)
-)
-"""The code of the hook by which transformers makes embeddings require gradients, and which changes no values. TRL's
-trainers set it anew whenever they have generated, and leave the old ones on."""
+
+
+def harmless(hook: object) -> bool:
+    """Whether transformers has set a hook that changes no values: one that makes embeddings require gradients, which
+    TRL's trainers set anew whenever they have generated, or one that records outputs, set in the first forward."""
+    names = (getattr(hook, name, None) or "" for name in ("__module__", "__qualname__"))
+    return ".".join(names).startswith(("transformers.modeling_utils.", "transformers.utils.output_capturing."))
 
 
 class Watched(Protocol):
