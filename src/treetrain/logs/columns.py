@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from treetrain.core.errors import DataError
 from treetrain.core.tree.trajectory import GIVEN, common_prefix
 from treetrain.layers.trajectory import Trajectory
 
+Json = Any
+"""A value of JSON. Its type is not known before it is looked at: logs are written by others."""
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 

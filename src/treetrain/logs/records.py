@@ -10,13 +10,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from treetrain.core.errors import DataError, quoted
+from treetrain.logs.columns import Json
 from treetrain.logs.log_images import ImageReader
 
-Json = Any
-"""A value of JSON. Its type is not known before it is looked at: logs are written by others."""
 Kind = TypeVar("Kind", str, list[Json], dict[str, Json])
 View = Literal["transcript", "calls"]
 Tools = list[dict[str, Json]] | None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from treetrain.core.errors import quoted, shortened
-from treetrain.logs.records import Json
+from treetrain.logs.columns import Json
 from treetrain.trainers.run_folder import FolderRefused, delete, is_own
 
 MANIFEST = "manifest.json"

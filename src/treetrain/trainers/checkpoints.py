@@ -45,7 +45,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import RanksDisagree, quoted, shortened
 from treetrain.core.hf.tree_mode import replaced
-from treetrain.logs.records import Json
+from treetrain.logs.columns import Json
 from treetrain.parallel.process_group import GroupRanks, check_same, limit_waits
 from treetrain.trainers import run_folder
 from treetrain.trainers.checkpoint_files import (

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 from treetrain.core.errors import shortened
 from treetrain.core.hf.capability import causal_lm
 from treetrain.layers.trajectory import Trajectory
-from treetrain.logs.records import Json
+from treetrain.logs.columns import Json
 
 SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay"),

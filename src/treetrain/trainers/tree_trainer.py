@@ -54,9 +54,8 @@ from treetrain.engine import TreeEngine, loaded
 from treetrain.layers.experts.experts import RouterBalance
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.advantages import advantages_of_groups
-from treetrain.logs.columns import RowColumns
+from treetrain.logs.columns import Json, RowColumns
 from treetrain.logs.once import count_once
-from treetrain.logs.records import Json
 from treetrain.losses import PolicyLoss
 from treetrain.models.costs import cost_if_countable
 from treetrain.parallel.balance import dispatch

@@ -27,7 +27,7 @@ from transformers import Trainer
 from treetrain.core.engine.deferred import DeferredGradient
 from treetrain.core.engine.score import Scored
 from treetrain.engine import TreeEngine
-from treetrain.logs.records import Json
+from treetrain.logs.columns import Json
 from treetrain.parallel.zero import head_read_outside
 from treetrain.trainers.settings import Refusal, refuse
 from treetrain.trainers.sharded_processes import ShardedProcesses
