@@ -81,10 +81,10 @@ def update(model: Any, optimizer: torch.optim.Optimizer) -> float:
 
 
 def main(
-    rounds: int = 16,
-    problems: int = 4,
+    rounds: int = 20,
+    problems: int = 6,
     warm_steps: int = 10,
-    lr: float = 1e-5,
+    lr: float = 2e-5,
     seed: int = 0,
     check_rows: int = 0,
     output: str = "runs/live",
@@ -188,10 +188,10 @@ def write(history: Sequence[dict[str, Any]], output: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--problems", type=int, default=4, help="of a round; four episodes each")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--problems", type=int, default=6, help="of a round; four episodes each")
     parser.add_argument("--warm-steps", type=int, default=10, help="of supervised fine-tuning, first")
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-rows", type=int, default=0, help="rounds whose rows a second model learns one by one")
     parser.add_argument("--output", default="runs/live")
