@@ -253,7 +253,7 @@ class TreeEngine(core.TreeEngine):
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
                 no gradient. None computes all.
             ids: for each row further ids of every prediction, whose log-probabilities `Scored.id_logprobs` has: L_k - 1
-                lists, or an array [L_k - 1, n]; None for a row without.
+                lists, None for none, or an array [L_k - 1, k] filled up with -1. None for a row asks for none.
             images: for each row the ``images`` of `Trajectory`, or None.
             adapter_names: for each row the adapter that it goes through; see `forward_backward`.
 
@@ -265,7 +265,11 @@ class TreeEngine(core.TreeEngine):
         given: dict[str, Any] = {"entropies": entropies, "values": values, "statistics": statistics}
         given |= {"mask": mask, "ids": ids}
         if adapter_names is None:
-            return super().score(rows, rewards=rewards, images=images, **given)
+            if images is not None:
+                from treetrain.layers.images.encoders import with_images
+
+                rows = with_images(self.model, rows, images)
+            return super().score(rows, rewards=rewards, **given)
         from treetrain.adapters import ScoredAdapters
 
         if rewards or images is not None:
@@ -325,13 +329,6 @@ class TreeEngine(core.TreeEngine):
 
     def _balance_of(self, tree: TokenTree) -> "RouterBalance":
         return self.router_balance(tree)
-
-    def _with_images(
-        self, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]
-    ) -> Sequence[Trajectory]:
-        from treetrain.layers.images.encoders import with_images
-
-        return with_images(self.model, rows, images)
 
     def _compare_first_use(self, call: Call, tree: TokenTree) -> None:
         """Compare the model, in a state of classes, forwards and hooks that is new, with its rows one by one."""

@@ -8,25 +8,11 @@ from torch import Tensor
 import treetrain as tt
 from support.models import make_model
 from support.plans import calls_answer, keeping_graphs, planned
+from support.scored_rows import ROWS, every_plan, every_way
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import VOCAB
 
-TRUNK = list(range(9))
-ROWS = [
-    [*TRUNK, 20, 21, 22],
-    [*TRUNK, 20, 21, 23, 24],
-    [*TRUNK, 20, 21, 23, 24],  # equal to the one before, with other sets
-    [*TRUNK[:4], 25, 26],
-    TRUNK[:4],
-    [30, 31, 32],
-    [30, 33],
-    [34],
-    [],
-]
-SHAPES = [("1 part", "none"), ("N/4", "mixed"), ("one segment per part", "none"), ("chunks of 2", "all")]
-every_plan = pytest.mark.parametrize(("shape", "keep"), SHAPES)
-every_way = pytest.mark.parametrize("graphs", ["kept", "partly", "recomputed"])
 TEMPERATURE = 1.3
 Sets = list[list[int] | None]
 

@@ -14,6 +14,7 @@ from support import moe
 from support.models import make_model
 from support.passes import unique_ids
 from support.plans import calls_answer, keeping_graphs, planned
+from support.scored_rows import ROWS, SHAPES, WAYS, every_plan, every_way
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.check.forests import VOCAB, forests, with_random_facts
@@ -22,23 +23,6 @@ from treetrain.core.engine.executor import Executor
 from treetrain.core.planning.cost import CostModel, PartBytes
 from treetrain.core.planning.plan import Bytes
 from treetrain.models.meters import CountStorages
-
-TRUNK = list(range(9))
-ROWS = [
-    [*TRUNK, 20, 21, 22],
-    [*TRUNK, 20, 21, 23, 24],
-    [*TRUNK, 20, 21, 23, 24],
-    [*TRUNK[:4], 25, 26],
-    TRUNK[:4],
-    [30, 31, 32],
-    [30, 33],
-    [34],
-    [],
-]
-SHAPES = [("1 part", "none"), ("N/4", "mixed"), ("one segment per part", "none"), ("chunks of 2", "all")]
-every_plan = pytest.mark.parametrize(("shape", "keep"), SHAPES)
-WAYS = ["kept", "partly", "recomputed"]
-every_way = pytest.mark.parametrize("graphs", WAYS)
 
 
 @pytest.fixture(autouse=True)

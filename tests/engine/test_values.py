@@ -378,7 +378,8 @@ def test_verify_holds_critics_and_actor_critics_against_the_plain_model(budget):
     assert all(p.grad is None for p in [*model.parameters(), *head.parameters()])
 
 
-def test_a_batch_loss_on_values_runs_in_two_phases_and_is_exact():
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_batch_loss_on_values_runs_in_two_phases_and_is_exact(masked):
     class Spread:
         """Variance of the rows' last values: no sum over rows."""
 
@@ -397,7 +398,8 @@ def test_a_batch_loss_on_values_runs_in_two_phases_and_is_exact():
         truth = linear.gradients(model, last.var() / 2)
         for shape in ("1 part", "chunks of 2"):
             model.zero_grad()
-            planned(shape, "mixed")(model).forward_backward([tt.Trajectory(row) for row in ids], Spread())
+            rows = [tt.Trajectory(row, sampling_mask=[[x] for x in row] if masked else None) for row in ids]
+            planned(shape, "mixed")(model).forward_backward(rows, Spread())
             assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 

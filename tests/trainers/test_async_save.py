@@ -111,6 +111,14 @@ def test_the_best_checkpoint_is_loaded_at_the_end_when_it_is_complete(tmp_path) 
     assert differences(*found) == []
 
 
+def test_a_checkpoint_outside_of_training_is_complete_when_it_returns(tmp_path) -> None:
+    trainer = make_trainer(tmp_path / "out", async_save=True, max_steps=2)
+    trainer.train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    trainer._save_checkpoint(trainer.model, None)
+    checkpoints.check_files(tmp_path / "out" / "checkpoint-2")
+
+
 def test_shards_are_copied_before_they_change(tmp_path) -> None:
     weight, later = torch.arange(4.0), []
     with checkpoints._staged(later):

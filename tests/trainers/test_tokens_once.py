@@ -156,5 +156,13 @@ def test_data_that_cannot_be_counted_are_refused(tmp_path):
     refused(plain(data().add_column("seq_lengths", [[3]] * 8)), "packing=False")
     refused(plain(None), "give a train_dataset with a length")
     refused(plain(data().map(lambda row: {"labels": row["labels"][1:]})), "row 0 .* 5 input_ids and 4 labels")
+    sft = SFTTrainer(
+        runs.model(), SFTConfig(str(tmp_path), max_length=None, use_cpu=True, bf16=False, report_to=[]),
+        train_dataset=data(), processing_class=runs.tokenizer(),
+    )  # fmt: skip
+    sft.train_dataset = (
+        data().map(lambda row: {"completion_mask": [1] * len(row["input_ids"])}).remove_columns("labels")
+    )
+    refused(sft, "train_dataset has completion_mask without labels; give labels")
     makes_labels = DataCollatorForLanguageModeling(runs.tokenizer(), mlm=False)
     refused(plain(data(), makes_labels), "DataCollatorForLanguageModeling.*makes labels of its own|cannot take them")

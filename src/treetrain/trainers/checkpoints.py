@@ -185,7 +185,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     _card: Callable[[], None] | None = None
     _saving: "Future[None] | None" = None
     """The rest of a checkpoint, which another thread does."""
-    _saver: ThreadPoolExecutor
+    _saver: ThreadPoolExecutor | None = None
+    """Its thread, while the trainer trains."""
     skipped_steps: SkippedSteps
     _facts: "dict[str, Json]"
 
@@ -267,6 +268,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             for callback in (restoring, stopping):
                 self.add_callback(callback)
                 stack.callback(self.remove_callback, callback)
+            stack.callback(vars(self).update, _saver=None)
             self._saver = stack.enter_context(ThreadPoolExecutor(1, "checkpoint"))
             stack.callback(self.finish_save)
             with _named_misfits(self._resumed, restoring):
@@ -456,10 +458,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         temporary = working / place.name
         callbacks = {name: callback.state_dict() for name, callback in self._callbacks().items()}
         shards: list[Callable[[Any], object]] = []  # that are still to be written
+        saver = self._saver if self.async_save else None
 
         def write() -> None:
             # transformers would look for the best checkpoint beside the temporary folder.
-            later = _staged(shards) if self.async_save else nullcontext()
+            later = nullcontext() if saver is None else _staged(shards)
             with replaced(state, best_global_step=None), replaced(self, _writing=True), self._in_shards(sharded), later:
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best == place or best.is_dir():
@@ -483,22 +486,22 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         # Before a skipped step the weights may be ruined and finite: the older checkpoints may be the good ones.
         limit = None if self.skipped_steps.last else self.args.save_total_limit
         contents, best_one = contents | {"facts": self._facts}, state.best_model_checkpoint
-        if self.async_save:
-            ranks = self._ranks_of_saver
-            self._saving = self._saver.submit(self._complete, ranks, place, working, contents, shards, limit, best_one)
-        else:
-            self._complete(self._ranks, place, working, contents, shards, limit, best_one)
+        complete = partial(self._complete, place, working, contents, shards, limit, best_one)
+        if saver is None:
+            complete(self._ranks)
             self._write_card(folder)
+        else:
+            self._saving = saver.submit(complete, self._ranks_of_saver)
 
     def _complete(
         self,
-        ranks: Ranks,
         place: Path,
         working: Path,
         contents: dict[str, Json],
         shards: list[Callable[[Any], object]],
         limit: int | None,
         best: str | None,
+        ranks: Ranks,
     ) -> None:
         """Bring the written files of a checkpoint to the disk, give it its name, and delete older ones."""
         temporary, files = working / place.name, {}

@@ -30,6 +30,9 @@ REASONS = {
 }
 """Trainers of TRL whose rows do not repeat sampled tokens, or whose loss is no sum over tokens."""
 
+MASKS = ("completion_mask", "assistant_masks")
+"""Columns by which a collator of TRL may leave out tokens of rows without labels."""
+
 
 def data_counted_once(trainer: Trainer) -> Any:
     """The training data of a trainer with each sampled token labelled in the first row that trains it.
@@ -57,6 +60,11 @@ def data_counted_once(trainer: Trainer) -> Any:
     if "input_ids" not in columns:
         given = ", ".join(columns) or "no columns"
         raise ValueError(f"count='once' compares rows of input_ids, and train_dataset has {given}; tokenise it before")
+    if names and "labels" not in columns and (masks := [name for name in MASKS if name in columns]):
+        raise ValueError(
+            f"count='once' reads which tokens are trained from labels, and train_dataset has {' and '.join(masks)} "
+            "without labels; give labels, -100 where the mask is 0"
+        )
     rows = list(_rows(dataset, columns))
     counted = count_once(rows)
     labels, changed = [], []

@@ -5,7 +5,7 @@ One step: check the rows and pack their tree, plan its parts, run each part forw
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -224,33 +224,7 @@ class TreeEngine:
     ) -> StepResult:
         """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
 
-        Args:
-            loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum and
-                metrics. If its ``needs`` list "predicted_values", it also gets ``values``, [L - 1]. For losses of this
-                library, only predictions with a loss weight are computed; a loss of your own gets every row and every
-                prediction.
-            normaliser: divides the sum; when accumulating over calls, pass that of the whole step. None takes
-                ``loss.normaliser``.
-            balance: of the routers in the whole step, for their auxiliary loss: the sum of `router_balance` over its
-                calls. None: this call is a step.
-            sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
-                step but the last.
-            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
-                sees 0 there. None computes those with a loss weight for losses of this library, and all for your own.
-
-        Returns:
-            loss, metrics and counts of the rows of all ranks. A single process on a GPU returns when the work is
-            queued, so it can prepare the next batch meanwhile; reading loss or metrics waits.
-
-        Raises:
-            RanksDisagree: another rank failed, or its settings differ.
-            DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
-                a fact that the loss needs and a row lacks.
-            ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0, bytes that no
-                plan fits into.
-            TypeError: the loss cannot be called as one, or does not return a scalar and metrics.
-            UnsupportedModel: see the class.
-            RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
+        `treetrain.TreeEngine.forward_backward` says what the arguments are, what is returned, and what errors rise.
         """
         ranks = self.ranks
         with ranks.together("forward_backward"):
@@ -473,33 +447,11 @@ class TreeEngine:
         statistics: bool = False,
         mask: Mask | None = None,
         ids: Sequence[object] | None = None,
-        images: Sequence[Mapping[str, object] | None] | None = None,
     ) -> Scored:
         """Run the batch as a tree and return leaf tensors, one per row, for any loss.
 
-        Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. The graphs that fit into
-        the budget are kept in between; the other parts run again (``.plan`` says which). Under ``torch.no_grad``
-        nothing is kept. Under FSDP2 every rank must make the call, even without rows.
-
-        Args:
-            rows: K lists, arrays or tensors of token ids, trajectories, or a tree.
-            entropies: also give the entropies of the distributions that tokens were drawn from.
-            values: also give the value of the state before each token (see ``value_head``).
-            rewards: give a reward model's value of every row, and nothing else.
-            statistics: also give statistics for logs, without gradient: is_top1, mean_logits, log_sum_sq_probs.
-            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
-                no gradient. None computes all.
-            ids: for each row further ids of every prediction, whose log-probabilities `Scored.id_logprobs` has: L_k - 1
-                lists, None for none, or an array [L_k - 1, k] filled up with -1. None for a row asks for none.
-            images: for each row the ``images`` of `Trajectory`, or None.
-
-        Raises:
-            DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape,
-                ids that are no such lists, images that do not fit their rows.
-            UnsupportedModel: see the class; values or rewards of a model that has no head for them.
+        `treetrain.TreeEngine.score` says what the arguments are, and what errors rise.
         """
-        if images is not None:
-            rows = self._with_images(rows, images)
         wanted: bool | None = not rewards
         if values:
             wanted = None  # log-probabilities too, if the model has an LM head
@@ -513,11 +465,6 @@ class TreeEngine:
             mask=mask,
             ids=ids,
         )
-
-    def _with_images(
-        self, rows: Sequence[Row] | TokenTree, images: Sequence[Mapping[str, object] | None]
-    ) -> Sequence[Trajectory]:
-        raise UnsupportedModel("images are given, which this engine does not know; take treetrain.TreeEngine")
 
     def _scored(
         self,

@@ -97,7 +97,7 @@ class Selection:
         of_rows = None if table.entropies is None else entropies
         if self.kept is not None or self.asked is not None:
             given = [self.at_edges(table.logprobs).requires_grad_()]
-            logprobs = torch.zeros_like(given[0]) if logprobs is None else logprobs
+            logprobs = torch.zeros_like(given[0][: len(self.edge_rows)]) if logprobs is None else logprobs
             if table.entropies is not None and of_rows is not None:
                 given.append(self.at_rows(table.entropies).requires_grad_())
             with torch.enable_grad():
