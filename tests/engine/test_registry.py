@@ -34,8 +34,6 @@ def test_the_core_refuses_rows_that_it_does_not_know_and_bytes_that_nobody_count
     row = tt.Trajectory([1, 2, 3], experts=[[[0]], [[1]], [[0]]])
     with pytest.raises(tt.UnsupportedModel, match=r"rows have experts.*treetrain\.TreeEngine"):
         CoreEngine(model).forward_backward([row], tt.losses.sft())
-    with pytest.raises(tt.UnsupportedModel, match="images are given"):
-        CoreEngine(model).score(ROWS, images=[None] * len(ROWS))
     with pytest.raises(tt.UnsupportedModel, match="budget in tokens"):
         CoreEngine(model, budget="1GiB").forward_backward(ROWS, tt.losses.sft())
     with pytest.raises(tt.UnsupportedModel, match=r"of \d+ layers went through tree attention"):
