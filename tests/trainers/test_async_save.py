@@ -90,11 +90,17 @@ def test_a_run_that_is_stopped_ends_when_its_checkpoint_is_complete(undisturbed,
             self.released.wait(0.3)
             return self.hashes(*args)
 
+    class Tracker(TrainerCallback):
+        """Looks at what is saved when it closes its files, before the message that all is saved."""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.seen = {*saved_steps(folder)}
+
     Slow(monkeypatch)
-    folder = tmp_path / "out"
+    folder, tracker = tmp_path / "out", Tracker()
     with pytest.raises(SystemExit) as stopped:
-        make_trainer(folder, async_save=True, callbacks=(StopAt(5),)).train()
-    assert stopped.value.code == 143 and {*saved_steps(folder)} == {4, 5}
+        make_trainer(folder, async_save=True, callbacks=(StopAt(5), tracker)).train()
+    assert stopped.value.code == 143 and tracker.seen == {*saved_steps(folder)} == {4, 5}
     assert "all of it is saved in" in capfd.readouterr().err
     trainer = make_trainer(folder)
     trainer.train(resume_from_checkpoint=True)
