@@ -38,7 +38,8 @@ ARMS = {"shared": True, "alone": False}
 PHASES = ("pretrained", "sft", "grpo")
 RUNS_IN_ORDER = [
     "pretrained",
-    *(f"{phase}-{arm}" for phase in PHASES[1:] for arm in ("shared-0", "shared-1", "shared-2", "alone-0")),
+    *(f"{phase}-shared-{seed}" for phase in PHASES[1:] for seed in range(3)),
+    *("sft-alone-0", "grpo-alone-0", "grpo-alone-1", "grpo-alone-2"),
 ]
 SECONDS = ("seconds", "cpu_seconds", "sampling")
 SHOWN = 3
