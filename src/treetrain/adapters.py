@@ -17,12 +17,41 @@ from treetrain.core.engine.loss_gradients import Mask
 from treetrain.core.engine.memory import Rollback
 from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel, nearest
+from treetrain.core.losses.facts import describe
 from treetrain.core.losses.protocol import StepResult, UserLoss, as_loss, summed
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.trajectory import Trajectory
 
 BASE = "__base__"
 """The name that peft gives the model without an adapter."""
+
+
+def named_by_keys(model: Any, rows: Sequence[Trajectory]) -> list[str]:
+    """The adapter that each row's `key` names; a row without one takes the active adapter.
+
+    Raises:
+        DataError: a key that names no adapter of the model, or none where several adapters are active.
+    """
+    known, active = [*model.peft_config, BASE], list(model.active_adapters)
+    for number, row in enumerate(rows):
+        if row.key not in known and (row.key is not None or len(active) != 1):
+            raise DataError(
+                f"{describe(row, number)} has key={row.key!r}, and the model has several adapters, of which a row's "
+                f"key names its own; {nearest(str(row.key), known)}"
+            )
+    return [active[0] if row.key is None else str(row.key) for row in rows]
+
+
+@contextmanager
+def trained_kept(model: nn.Module) -> Iterator[None]:
+    """After the block the same parameters are trained: peft freezes all adapters but the active one when it switches
+    them, or loads one."""
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    try:
+        yield
+    finally:
+        for name, p in model.named_parameters():
+            p.requires_grad_(trained.get(name, p.requires_grad))
 
 
 class Groups:
@@ -68,7 +97,7 @@ class Groups:
         everywhere = {name for own in of_ranks for name in own}
         self.rows = {name: [k for k, own in enumerate(names) if own == name] for name in known if name in everywhere}
         """Row numbers by adapter."""
-        self._own = {name: _parameters(model, name) for name in model.peft_config}
+        self._own = {name: parameters_of(model, name) for name in model.peft_config}
         adapted = {p for own in self._own.values() for p in own}
         self._own[BASE] = {p for p in model.parameters() if p not in adapted}
         for name in self.rows if trains else ():
@@ -112,7 +141,7 @@ class Groups:
             p.requires_grad_(flag and p in reads)
 
 
-def _parameters(model: nn.Module, name: str) -> set[nn.Parameter]:
+def parameters_of(model: nn.Module, name: str) -> set[nn.Parameter]:
     """The weights of one adapter: of its layers, and copies of modules that are trained whole beside it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

@@ -6,25 +6,31 @@ states at a time. Of the logits [R, V] no more than such a chunk is ever in memo
 
 A state's loss counts as often as its rows count it: the loss weights of all predictions from it are added up. The
 gradient of the student's states then runs through its tree once (`Scored.backward`).
+
+Of several processes each has its own rows. Where FSDP2 has divided a model, its head is gathered before the head runs,
+since no pass of the model does; the head's gradient is averaged as a whole, and every process keeps its shard of it.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from treetrain.core.device_arrays import on_device
 from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.loss_gradients import Batch
 from treetrain.core.engine.score import Scored, Scoring, States
 from treetrain.core.errors import DataError, UnsupportedModel
-from treetrain.core.losses.protocol import StepResult
+from treetrain.core.losses.protocol import StepResult, summed
 from treetrain.core.tree.token_tree import Row, TokenTree
 from treetrain.layers.trajectory import Trajectory
+from treetrain.parallel.process_group import is_partitioned, is_shard, parameter_dtype, whole_tensor
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
 CHUNK_LOGITS = 1 << 21
@@ -34,6 +40,8 @@ CHUNK_LOGITS = 1 << 21
 class HeadInputs:
     """The inputs of a model's LM head at the R states of a batch that predict something trained.
 
+    If FSDP2 has divided the model, making them is a collective call, also for a process without rows.
+
     Args:
         engine: gives the head's inputs as values.
         batch: the same for the teacher and the student.
@@ -41,24 +49,33 @@ class HeadInputs:
     """
 
     def __init__(self, name: str, engine: TreeEngine, batch: Batch, temperature: float):
-        call = engine.prepared.call(logprobs=False, values=True)
-        engine._check_device()
-        engine._before_plan(call, batch.tree)
-        plan = engine.plan_of(call, batch.layout)
-        engine._compare_first_use(call, batch.tree)
-        attach = functools.partial(call.extensions, batch.tree, balanced=False)
-        scoring = Scoring(call, plan, attach, passes_type=engine.passes_type)
-        count = len(batch.layout.rows)
-        self.scored = Scored(name, scoring, batch.tree, States(np.arange(count), [count]), values=True)
+        ranks = engine.sharing.passes_with
+        with ranks.together(name):
+            call = engine.prepared.call(logprobs=False, values=True)
+            engine._check_device()
+            engine._before_plan(call, batch.tree)
+            plan = engine.plan_of(call, batch.layout)
+            engine._compare_first_use(call, batch.tree)
+            self._capabilities, self._temperature = engine.capabilities, temperature
+            self.head: nn.Module = self._capabilities.head
+            ranks.exchange(None)  # all ranks have a plan, or none runs a pass
+            self._divided = any(map(is_shard, self.head.parameters()))
+            if self._divided:
+                _check_divided(name, self.head)
+            self.weights = {name: _whole(p, engine.model) for name, p in self.head.named_parameters()}
+            """The head's parameters, each as a whole, by name."""
+            attach = functools.partial(call.extensions, batch.tree, balanced=False)
+            scoring = Scoring(call, plan, attach, passes_type=engine.passes_type)
+            count = len(batch.layout.rows)
+            self.scored = Scored(name, scoring, batch.tree, States(np.arange(count), [count]), values=True)
         assert self.scored.values is not None
         (self.states,) = self.scored.values
-        self._capabilities, self._temperature = engine.capabilities, temperature
-        self.head: nn.Module = self._capabilities.head
 
     def log_probabilities(self, states: Float[Tensor, "r hidden"]) -> Float[Tensor, "r V"]:
-        """The distributions of the next tokens, in float32 or wider; differentiable."""
-        weight = next(self.head.parameters())
-        logits = self._capabilities.logit_map(self.head(states.to(weight.dtype)))
+        """The distributions of the next tokens, in float32 or wider; differentiable, by `weights` too."""
+        states = states.to(next(iter(self.weights.values())).dtype)
+        made = nn.functional.linear(states, **self.weights) if self._divided else self.head(states)
+        logits = self._capabilities.logit_map(made)
         return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(-1)
 
     def chunks(self) -> Iterator[slice]:
@@ -71,14 +88,11 @@ def _batch_of(name: str, engine: TreeEngine, rows: Sequence[Row] | TokenTree) ->
     """The trained predictions of the rows.
 
     Raises:
-        UnsupportedModel: a step that several processes share, or routers with a loss of their own.
+        UnsupportedModel: processes that hold the same rows or weights under ZeRO-3, or routers with a loss of their
+            own.
         DataError: rows with sampling masks, over which no whole distribution is.
     """
-    if not (engine.ranks.alone and engine.sharing.passes_with.alone):
-        raise UnsupportedModel(
-            f"{name} runs in one process, and this engine shares its steps with others: record the teacher's ids "
-            "(TreeEngine.teach) and train with tt.losses.distill_topk"
-        )
+    _check_processes(name, engine)
     if engine.balanced:
         raise UnsupportedModel(f"{name} does not add the auxiliary loss of routers: set output_router_logits=False")
     tree = engine.tree_of(rows)
@@ -87,12 +101,61 @@ def _batch_of(name: str, engine: TreeEngine, rows: Sequence[Row] | TokenTree) ->
     return Batch.of(tree, weighted=True, every_token=False)
 
 
+def _check_processes(name: str, engine: TreeEngine) -> None:
+    """Refuse processes that divide a model in another way than FSDP2."""
+    if not engine.sharing.same_rows.alone or any(map(is_partitioned, engine.model.parameters())):
+        raise UnsupportedModel(
+            f"{name} of a model under tensor or context parallel or ZeRO-3 has not been verified: take one process, "
+            "group=, DistributedDataParallel or FSDP2, or record the teacher's ids in one process (TreeEngine.teach) "
+            "and train with tt.losses.distill_topk"
+        )
+
+
+def _check_divided(name: str, head: nn.Module) -> None:
+    """Refuse a head in shards that does more than multiply, since it runs as a whole, without FSDP2's hooks."""
+    hooked = not isinstance(head, FSDPModule) and (head._forward_hooks or head._forward_pre_hooks)
+    if hooked or not isinstance(head, nn.Linear):
+        what = "forward hooks" if hooked else f"the class {type(head).__name__}"
+        raise UnsupportedModel(
+            f"{name}: the LM head is divided by FSDP2 and has {what}; give one that is a plain nn.Linear, or leave it "
+            "whole"
+        )
+
+
+def _whole(parameter: nn.Parameter, model: nn.Module) -> Tensor:
+    """A parameter as a whole, in the dtype that FSDP2 runs it in; a collective call where it is divided."""
+    if not is_shard(parameter):
+        return parameter
+    with torch.no_grad():
+        whole = whole_tensor(parameter)
+    return whole.to(parameter_dtype(model) or whole.dtype).requires_grad_(parameter.requires_grad)
+
+
+def _add_averaged(parameter: nn.Parameter, grad: Tensor, engine: TreeEngine) -> None:
+    """Add to ``.grad`` the mean of a whole gradient over the ranks, or this rank's shard of it; a collective call."""
+    ranks = engine.ranks
+    if not ranks.alone:
+        dist.all_reduce(grad, group=ranks.group)
+        grad /= ranks.size
+    grad = grad.to(parameter.dtype)
+    if is_shard(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        shard: Any = parameter
+        grad = distribute_tensor(grad, shard.device_mesh, shard.placements, src_data_rank=None)
+    grad = grad.to(parameter.device)
+    # A tied head's weight has the gradient of the embedding already.
+    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
 def teach(engine: TreeEngine, of_states: TreeEngine, rows: Sequence[Row] | TokenTree, k: int) -> list[Trajectory]:
     """See `TreeEngine.teach`."""
     size = engine.capabilities.vocab_size
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= size:
         raise ValueError(f"k is {k!r}; give a number of ids, from 1 to the {size} of the vocabulary")
-    batch, made = _batch_of("TreeEngine.teach", engine, rows), list[Trajectory]()
+    made = list[Trajectory]()
+    with engine.sharing.passes_with.together("TreeEngine.teach"):
+        batch = _batch_of("TreeEngine.teach", engine, rows)
     with torch.no_grad():
         inputs = HeadInputs("TreeEngine.teach", of_states, batch, engine.temperature)
         tops = [inputs.log_probabilities(inputs.states[some]).topk(k) for some in inputs.chunks()]
@@ -130,54 +193,71 @@ def distill(
         )
     if not torch.is_grad_enabled() or not student.prepared.trained:
         raise ValueError("gradients are switched off, or every parameter of the student is frozen: nothing is trained")
-    batch = _batch_of(name, student, rows)
-    weights = _state_weights(batch)
-    whole = float(weights.sum()) if normaliser is None else float(normaliser)
-    if not 0 < whole < float("inf"):
-        raise DataError(
-            f"the normaliser is {whole:g}, and must be above 0 and finite: give rows with loss weights, or a normaliser"
-        )
-    with torch.no_grad():
-        taught = HeadInputs(name, teacher_states, batch, teacher.temperature)
-    inputs = HeadInputs(name, student_states, batch, student.temperature)
-    trained = [p for p in inputs.head.parameters() if p.requires_grad]
-    for parameter in trained:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedModel(f"{name} adds the gradient of the LM head itself, which its hooks would not see")
-
-    device, states = inputs.states.device, inputs.states.detach()
-    slopes, of_head = torch.zeros_like(states), [torch.zeros_like(p, dtype=_wide(p)) for p in trained]
-    shares = on_device(weights / whole, device).to(states.dtype)
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for some in inputs.chunks():
+    ranks = student.ranks
+    with ranks.together(name):
+        batch = _batch_of(name, student, rows)
+        _check_processes(name, teacher)
+        if teacher.sharing.collective and teacher.ranks.size != ranks.size:
+            raise UnsupportedModel(
+                f"the teacher is divided over {teacher.ranks.size} processes, and {ranks.size} share the student's "
+                "steps: give the student's engine group=, the same processes"
+            )
+        weights = _state_weights(batch)
+        ranks.same({"the divergence": divergence, "a normaliser": normaliser, "the teacher's vocabulary": sizes[1]})
+        whole = sum(ranks.exchange(float(weights.sum()))) if normaliser is None else float(normaliser)
+        if not 0 < whole < float("inf"):
+            raise DataError(
+                f"the normaliser is {whole:g}, and must be above 0 and finite: give rows with loss weights, or a "
+                "normaliser"
+            )
+        student.sharing.check_hooks(student.prepared.parameters)
+        parameters = dict(student.capabilities.head.named_parameters())
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        for parameter in trained.values():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise UnsupportedModel(f"{name} adds the gradient of the LM head itself, which its hooks would not see")
         with torch.no_grad():
-            p = taught.log_probabilities(taught.states[some].to(device))
-        own = states[some].requires_grad_()
-        each = divergences(p, inputs.log_probabilities(own), divergence)
-        loss = (shares[some] * each).sum()
-        slope, *grads = torch.autograd.grad(loss, [own, *trained], allow_unused=True)
-        slopes[some] = slope
-        for total, grad in zip(of_head, grads):
-            if grad is not None:
-                total += grad
-        totals += torch.stack([loss.detach().double(), shares[some].double().sum()])
-    if len(states):
-        inputs.states.backward(slopes)
-        inputs.scored.backward()
-    for parameter, grad in zip(trained, of_head):  # a tied head's weight has that of the embedding already
-        grad = grad.to(parameter.dtype)
-        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-    scored = inputs.scored
-    return StepResult(
-        loss_tensor=totals[0],
-        metric_sums={"divergence": (totals[0], totals[1])},
-        flat_tokens=scored.flat_tokens,
-        unique_tokens=scored.unique_tokens,
-        computed_tokens=scored.computed_tokens,
-        recomputed_tokens=scored._scoring.tokens_without_graph,
-        parts=scored.plan.num_parts,
-        attention=scored._scoring.attention,
-    )
+            taught = HeadInputs(name, teacher_states, batch, teacher.temperature)
+        inputs = HeadInputs(name, student_states, batch, student.temperature)
+
+        device, states = inputs.states.device, inputs.states.detach()
+        slopes, of_head = (
+            torch.zeros_like(states),
+            [torch.zeros_like(inputs.weights[n], dtype=_wide(p)) for n, p in trained.items()],
+        )
+        # Gradients are averaged over the ranks.
+        shares = on_device(weights * (ranks.size / whole), device).to(states.dtype)
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        for some in inputs.chunks():
+            with torch.no_grad():
+                p = taught.log_probabilities(taught.states[some].to(device))
+            own = states[some].requires_grad_()
+            each = divergences(p, inputs.log_probabilities(own), divergence)
+            loss = (shares[some] * each).sum()
+            slope, *grads = torch.autograd.grad(loss, [own, *(inputs.weights[n] for n in trained)], allow_unused=True)
+            slopes[some] = slope
+            for total, grad in zip(of_head, grads):
+                if grad is not None:
+                    total += grad
+            totals += torch.stack([loss.detach().double(), shares[some].double().sum()])
+        if len(states):
+            inputs.states.backward(slopes)
+        if len(states) or not ranks.alone:
+            inputs.scored.backward()
+        for parameter, grad in zip(trained.values(), of_head):
+            _add_averaged(parameter, grad, student)
+        scored = inputs.scored
+        result = StepResult(
+            loss_tensor=totals[0],
+            metric_sums={"divergence": (totals[0], totals[1])},
+            flat_tokens=scored.flat_tokens,
+            unique_tokens=scored.unique_tokens,
+            computed_tokens=scored.computed_tokens,
+            recomputed_tokens=scored._scoring.tokens_without_graph,
+            parts=scored.plan.num_parts,
+            attention=scored._scoring.attention,
+        )
+        return summed(ranks.exchange(result.on_host()), over=ranks.size) if ranks.size > 1 else result
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

@@ -282,12 +282,13 @@ class TreeEngine(core.TreeEngine):
     def teach(self, rows: Sequence[Row] | TokenTree, k: int) -> list[Trajectory]:
         """The rows with `teacher_topk`, the k ids that this model finds most likely; for `losses.distill_topk`.
 
-        Every trained prediction gets them, without gradient and at this engine's temperature.
+        Every trained prediction gets them, without gradient and at this engine's temperature. Every process gets its
+        own rows; under FSDP2 every rank must make the call, even without rows.
 
         Raises:
             ValueError: k is no number of ids of the vocabulary.
             DataError: rows that the model cannot read, or with sampling masks.
-            UnsupportedModel: see the class; several processes that share steps.
+            UnsupportedModel: see the class; tensor or context parallel, ZeRO-3.
         """
         from treetrain.distill import teach
 
@@ -302,20 +303,22 @@ class TreeEngine(core.TreeEngine):
     ) -> StepResult:
         """Accumulate the gradients of a divergence from a teacher over the whole vocabulary, both on the rows' tree.
 
-        The logits of a few states are in memory at a time. Each model has its own engine's temperature.
+        The logits of a few states are in memory at a time. Each model has its own engine's temperature. Processes that
+        share the student's steps each give their own rows, or none, and have the gradients of all of them.
 
         Args:
             rows: their loss weights weight the divergence of each trained prediction.
             teacher: an engine of a model with the same vocabulary; it gets no gradient.
             divergence: "forward" is KL(teacher, student), "reverse" KL(student, teacher), "jensen_shannon" the mean of
                 both to the mean distribution.
-            normaliser: divides the sum; None takes the sum of the loss weights.
+            normaliser: divides the sum; None takes the sum of the loss weights, of all processes.
 
         Raises:
             DataError: rows that the models cannot read, with sampling masks, or without anything trained.
             ValueError: a divergence that is none of these, nothing that can be trained.
-            UnsupportedModel: see the class; vocabularies of two sizes, several processes that share steps, routers with
-                an auxiliary loss.
+            RanksDisagree: another rank failed, or its settings differ.
+            UnsupportedModel: see the class; vocabularies of two sizes, routers with an auxiliary loss, tensor or
+                context parallel, ZeRO-3, a teacher divided over other processes than share the student's steps.
         """
         from treetrain.distill import distill
 
@@ -324,8 +327,8 @@ class TreeEngine(core.TreeEngine):
     @functools.cached_property
     def _of_states(self) -> "TreeEngine":
         """An engine of the same model whose values are the inputs of its head."""
-        model, layers = self.model, self._compile_layers
-        return TreeEngine(model, budget=self.budget, value_head=nn.Identity(), compile_layers=layers, check=self.check)
+        options: Any = {"compile_layers": self._compile_layers, "check": self.check, "group": self.ranks.group}
+        return TreeEngine(self.model, budget=self.budget, value_head=nn.Identity(), **options)
 
     def _balance_of(self, tree: TokenTree) -> "RouterBalance":
         return self.router_balance(tree)

@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo in two calls": GRPO | {"gradient_accumulation_steps": 2, "loss_kwargs": {"entropy": 0.01}},
     "dpo": {"loss": "dpo"},
     "lora": {"lora": True},
+    "two adapters": GRPO | {"lora": True, "adapters": True},
     "linear": {"execution": "linear"},
     "experts, and ranks without rows": {"tokens_per_step": 16, "gradient_accumulation_steps": 2, "experts": True},
 }
@@ -48,6 +49,9 @@ def made(case: str, way: str, dtype: torch.dtype, *, steps: int, folder: Any = N
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
         model = get_peft_model(model, config)
+        if settings.pop("adapters", False):
+            model.add_adapter("other", config)
+            rows = [row.replace(key=(None, "other")[number % 2]) for number, row in enumerate(rows)]
     if settings.get("loss") == "dpo" or (way == "fsdp" and "kl" in settings.get("loss_kwargs", {})):
         options["ref_model"] = small_model(dtype, seed=5 if settings["loss"] == "dpo" else 1)
     if way == "accelerate":
@@ -97,7 +101,7 @@ def column(log: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([record[name] for record in log if name in record], np.float64)
 
 
-FAST = {("grpo", "fsdp")}
+FAST = {("grpo", "fsdp"), ("two adapters", "ddp")}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -115,6 +119,7 @@ def check(found: list[dict[str, Any]], truth: dict[str, Any], tolerance: float) 
 
 
 WAYS = [(case, way) for case in CASES for way in ("ddp", "fsdp", "accelerate")]
+WAYS = [pair for pair in WAYS if pair[0] != "two adapters" or pair[1] == "ddp"]  # refused under FSDP
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,12 @@ def test_two_processes_train_as_one_in_float64(two, case, way, tmp_path) -> None
     steps = 3 if (case, way) in FAST else 20
     found = two.run(run_on_rank, case, way, torch.float64, steps, tmp_path / "out", timeout=180)
     check(found, made(case, "alone", torch.float64, steps=steps), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("way", ["fsdp", "accelerate"])
+def test_rows_of_several_adapters_are_refused_in_shards(two, way) -> None:
+    with pytest.raises(AssertionError, match=r"adapter.*not been verified"):
+        two.run(run_on_rank, "two adapters", way, torch.float64, 2, timeout=180)
 
 
 @pytest.mark.slow

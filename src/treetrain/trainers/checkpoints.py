@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from treetrain.adapters import trained_kept
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import RanksDisagree, quoted, shortened
 from treetrain.core.hf.tree_mode import replaced
@@ -605,7 +606,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with without_code(), self._in_shards(_holds_shards(resume_from_checkpoint, SHARDS)):
+        sharded = _holds_shards(resume_from_checkpoint, SHARDS)
+        with without_code(), self._in_shards(sharded), trained_kept(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -637,6 +639,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         self._check_whole(best)
+        if len(getattr(self.model, "peft_config", ())) > 1:  # transformers would look for the active adapter alone
+            self._load_from_checkpoint(str(best))
+            return
         with without_code(), self._in_shards(_holds_shards(best, SHARDS)):
             super()._load_best_model()
 

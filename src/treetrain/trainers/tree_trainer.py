@@ -39,10 +39,10 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from treetrain import losses
+from treetrain import adapters, losses
 from treetrain.check.linear_engine import LinearEngine
 from treetrain.core.engine.memory import expandable_segments
-from treetrain.core.errors import DataError, expect, nearest, shortened
+from treetrain.core.errors import DataError, UnsupportedModel, expect, nearest, shortened
 from treetrain.core.hf.capability import model_device
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.losses.facts import Facts, Metrics, add_metrics, describe, mean_metrics
@@ -92,7 +92,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     Args:
         model: a causal LM or a `PeftModel`. A model that was given to `fully_shard` is trained in its shards.
         args: see `TreeArguments`.
-        train_dataset: trajectories.
+        train_dataset: trajectories. If the model has several adapters, a row's `key` names the one that it trains, and
+            rows without a key train the active one. All that are named are trained, by one optimizer.
         eval_dataset: trajectories, or a dictionary of several sets.
         loss: one of `treetrain.losses`, or your own with the same protocol; None takes the one that `args.loss` names.
         ref_model: the reference policy of losses that need one; None takes the model without its adapter, or a copy
@@ -183,6 +184,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._engine: TreeEngine | None = None
         self._compared = args.execution != "tree" or is_tested("transformers")
         self._engine_of(self.model)  # refuses a model before anything is computed
+        self._by_adapter = self._train_adapters(sets)
         self._ref_engine = self._reference(ref_model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treetrain-next-step")
         self._next: tuple[Iterator[CallInputs], Future[list[CallInputs]]] | None = None
@@ -225,6 +227,47 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         model: nn.Module = copy.deepcopy(self.model) if given is None else given
         model.requires_grad_(False).eval()
         return engine_of(model if is_sharded(model) else model.to(self.args.device), self.args)
+
+    # ---- Adapters ----
+
+    def _train_adapters(self, held_out: dict[str, Sequence[Trajectory] | None]) -> bool:
+        """Unfreeze the adapters that rows name, since peft freezes all but the active one; False if none is named.
+
+        Raises:
+            DataError: a key that names no adapter.
+            ValueError: a given optimizer that lacks weights of a named adapter, or one without weights to train.
+            UnsupportedModel: a model on which several adapters have not been verified.
+        """
+        rows: Any = () if self.train_dataset is None else self.train_dataset
+        if not [names for given in (rows, *held_out.values()) if (names := self._named(given or ()))]:
+            return False
+        model: Any = self.model
+        if self.is_fsdp_enabled:
+            raise UnsupportedModel("rows name adapters, which has not been verified under FSDP: take one, or use DDP")
+        names = adapters.named_by_keys(model, rows)
+        model.set_requires_grad([name for name in dict.fromkeys(names) if name != adapters.BASE], True)
+        engine = self._engine_of(model)
+        with engine.ranks.together("the adapters of the rows"):
+            adapters.Groups(engine, len(names), names, trains=True)
+        if self.optimizer is not None:
+            held = {p for group in self.optimizer.param_groups for p in group["params"]}
+            for name in dict.fromkeys(names):
+                if not adapters.parameters_of(model, name) <= held:
+                    raise ValueError(
+                        f"optimizers: rows train the adapter {name!r}, of which the optimizer lacks weights; make it "
+                        "of the parameters of all adapters that rows name"
+                    )
+        return True
+
+    def _named(self, rows: Sequence[Trajectory]) -> list[str] | None:
+        """The adapters that rows name by their keys; None if the model has no choice of them, or no row a key."""
+        if len(getattr(self.model, "peft_config", ())) < 2 or all(row.key is None for row in rows):
+            return None
+        return adapters.named_by_keys(self.model, rows)
+
+    def _adapters_of(self, rows: Sequence[Trajectory]) -> list[str] | None:
+        """The adapter of each row; None if all go through the active one."""
+        return adapters.named_by_keys(self.accelerator.unwrap_model(self.model), rows) if self._by_adapter else None
 
     # ---- Data ----
 
@@ -306,7 +349,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         for fact in sorted(self._compute - self._batch.scores.keys()):  # in the same order on every rank
             members = [self.train_dataset[number] for number in first.batch_rows.tolist()]  # type: ignore[index]
             with self._scoring(fact) as engine:
-                scores = (one.numpy() for one in logprobs(engine, members)[0])
+                names = None if fact == REFERENCE else self._adapters_of(members)
+                scores = (one.numpy() for one in logprobs(engine, members, names)[0])
                 self._batch.scores[fact] = dict(zip(first.batch_rows.tolist(), scores, strict=True))
         self._numbers = {"scoring_seconds": time.perf_counter() - started} if self._compute else {}
         calls = [self._batch.with_facts(inputs) for inputs in calls]
@@ -318,12 +362,14 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     def _scoring(self, fact: str) -> Iterator[TreeEngine]:
         """Give the engine of the old or the reference policy, depending on the fact."""
         engine = self._engine_of(self.model_wrapped)
-        adapter = contextlib.nullcontext()
-        if fact == REFERENCE and self._ref_engine is None:
-            adapter = self.accelerator.unwrap_model(self.model).disable_adapter()
-        elif fact == REFERENCE:
-            engine = self._ref_engine
-        with adapter, self._precision(engine):  # type: ignore[arg-type]
+        with contextlib.ExitStack() as stack:
+            if fact == REFERENCE and self._ref_engine is None:
+                model = self.accelerator.unwrap_model(self.model)
+                stack.enter_context(adapters.trained_kept(model))
+                stack.enter_context(model.disable_adapter())
+            elif fact == REFERENCE:
+                engine = self._ref_engine
+            stack.enter_context(self._precision(engine))  # type: ignore[arg-type]
             yield engine  # type: ignore[misc]
 
     # ---- Steps ----
@@ -351,7 +397,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         last = self.accelerator.sync_gradients
         with self._precision(engine):
             self._compare_first_step(engine, inputs["rows"])
-            result = engine.forward_backward(inputs["tree"], self.loss, num_items_in_batch, self._balance, sync=last)
+            names = self._adapters_of(inputs["tree"].trajectories)
+            result = engine.forward_backward(
+                inputs["tree"], self.loss, num_items_in_batch, self._balance, sync=last, adapter_names=names
+            )
         loss = result.loss  # waits for the device
         self._calls.append(result)
         for name, value in {**inputs, "seconds": time.perf_counter() - started}.items():
@@ -486,6 +535,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             self.optimizer.eval()
         engine = self._engine_of(model)
         rows, loss, reference = self._held_out(cast(StepDataset, dataloader.dataset).rows)
+        by_adapter = self._by_adapter or self._named(rows) is not None
         entropies, every = loss is not None and "entropies" in loss.needs, loss is not None and loss.reads_untrained
         nll = weight = tokens = total = 0.0
         sums: Metrics = {}
@@ -497,7 +547,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                     scores = logprobs(scorer, members)[0]
                 members = [with_fact(row, REFERENCE, one.numpy()) for row, one in zip(members, scores)]
             with self._precision(engine):
-                scored = [torch.cat(each) for each in logprobs(engine, members, entropies=entropies, every=every)]
+                names = adapters.named_by_keys(self.model, members) if by_adapter else None
+                scored = [torch.cat(x) for x in logprobs(engine, members, names, entropies=entropies, every=every)]
             weights = np.concatenate([row.weights[1:] for row in members])
             # An untrained token may have probability 0, and 0 * infinity is NaN.
             used = weights != 0
@@ -738,11 +789,17 @@ def on_policy(loss: Loss) -> PolicyLoss | None:
 
 @torch.no_grad()
 def logprobs(
-    engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool = False, every: bool = False
+    engine: TreeEngine,
+    rows: Sequence[Trajectory],
+    names: Sequence[str] | None = None,
+    *,
+    entropies: bool = False,
+    every: bool = False,
 ) -> list[list[torch.Tensor]]:
     """`TreeEngine.logprobs` of rows that every rank has: each rank scores a share of them, all get all.
 
     Args:
+        names: the adapter of each row; None: the active one.
         entropies: whether they are wanted too.
         every: score every prediction; False gives 0 for those without a loss weight, which built-in losses do not read.
 
@@ -756,12 +813,14 @@ def logprobs(
         shares = dispatch(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every)
 
     def own_scores() -> list[list[torch.Tensor]]:
-        own = [rows[number] for number in shares[ranks.rank].tolist()]
+        numbers = shares[ranks.rank].tolist()
+        own, of_own = [rows[number] for number in numbers], None if names is None else [names[n] for n in numbers]
         mask = None if every else [row.weights[1:] != 0 for row in own]
         scores: Any = ([],) * (1 + entropies)
         if own or engine.sharing.collective:
-            scores = engine.logprobs(own, return_entropy=entropies, mask=mask)
-        return [[one.cpu() for one in column] for column in (scores if entropies else (scores,))]
+            made = engine.score(own, entropies=entropies, mask=mask, adapter_names=of_own)
+            scores = (made.logprobs, made.entropies or ())[: 1 + entropies]
+        return [[one.cpu() for one in column] for column in scores]
 
     if engine.sharing.collective:
         everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
