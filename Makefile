@@ -51,7 +51,7 @@ help:
 	@echo "make test-axolotl  Axolotl's trainer with and without the plugin"
 	@echo "make test-llamafactory  LLaMA-Factory's trainer with and without shared prefixes"
 	@echo "make test-deepspeed  the trainers under DeepSpeed's ZeRO with and without shared prefixes"
-	@echo "make test-hosts   torchrun over two hosts (network namespaces), Slurm, Ray Train and the other files of examples/cluster"
+	@echo "make test-hosts   torchrun over two hosts (network namespaces), Slurm, Ray Train, s3:// and hf://"
 	@echo "make test-quantised  LoRA on weights quantised by bitsandbytes and torchao"
 	@echo "make test-device   the rehearsal of benchmarks/quarter_hour.py with a GPU machine's versions, and errors in it"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
@@ -133,10 +133,10 @@ test-hosts: VENV = .venv-hosts
 test-hosts:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q setuptools wheel ninja py-cpuinfo \
-		"ray[train]==2.60.0" skypilot==0.14.1 kubernetes-validate==1.37.0 -e ".[dev]"
+		"ray[train]==2.60.0" skypilot==0.14.1 kubernetes-validate==1.37.0 s3fs "moto[server]==5.2.5" -e ".[dev]"
 	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install -q --no-build-isolation deepspeed==0.19.8
 	PATH="$(abspath $(VENV))/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
-		$(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/trainers/test_hosts.py tests/examples/test_cluster.py
+		$(VENV)/bin/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/trainers/test_hosts.py tests/trainers/test_streams.py tests/examples/test_cluster.py
 
 test-quantised: VENV = .venv-quantised
 test-quantised:

@@ -20,6 +20,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,15 @@ def resident(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(name))
 
 
-def calibrated(rank: int, size: int) -> dict[str, Any]:
-    """Measure speeds of this machine while all ranks work."""
+def calibrated(rank: int, size: int, make: Callable[[], Any] = small_model) -> dict[str, Any]:
+    """Measure speeds of this machine on a model while all ranks work."""
     import torch
     import torch.distributed as dist
 
     from links import measured_links
     from treetrain.check.bench import measured_cost
 
-    model = small_model()
+    model = make()
     dist.barrier()
     speeds = measured_cost(model).speeds
     for p in model.parameters():

@@ -53,6 +53,8 @@ def test_the_routers_auxiliary_loss_and_recorded_experts(run_on_ranks):
         check(run_on_ranks, dataclasses.replace(job, shapes=((shape, "mixed"),) * 2, checkpointing=shape == "1 part"))
     check(run_on_ranks, dataclasses.replace(job, changes=KEYS, recorded=True, budget=4))
     check(run_on_ranks, dataclasses.replace(job, recorded=True, beside="shards", budget=4), size=4)
+    for beside in ("shards", "ddp"):  # one context group has no rows
+        check(run_on_ranks, dataclasses.replace(job, beside=beside, budget=4, split="first has all"), size=4)
 
 
 @pytest.mark.slow

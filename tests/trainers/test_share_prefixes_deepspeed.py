@@ -108,6 +108,7 @@ def both(
 
 FOUR = {"per_device_train_batch_size": 4}
 IN_ORDER = {"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
+ONE_WITHOUT = {"masked": True, "train_sampling_strategy": "sequential", **FOUR}
 TWO = {"gradient_accumulation_steps": 2, **FOUR}
 SFT = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
 CLIPPED = {"budget": 40, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **ADAM}
@@ -116,7 +117,8 @@ OFFLOAD_ALL = OFFLOAD | {"zero_optimization": OFFLOAD["zero_optimization"] | {"o
 STAGES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "plain": ((2, 3), TWO),
     "plain, clipped, budget": ((1, 3), CLIPPED),
-    "plain, one rank without labels": ((2, 3), {"masked": True, "train_sampling_strategy": "sequential", **FOUR}),
+    "plain, one rank without labels": ((2, 3), ONE_WITHOUT),
+    "plain, experts, one rank without labels": ((1, 2, 3), {"moe": True, **ONE_WITHOUT}),
     "plain, small buckets": ((2,), {"config": SMALL_BUCKETS, **FOUR}),
     "plain, checkpointing, budget": ((3,), {"gradient_checkpointing": True, "budget": 40}),
     "plain, packed, budget": ((3,), {"packed": True, "budget": 40, **TWO}),

@@ -45,6 +45,7 @@ def both(
     return {"metrics": found.metrics, "weights": found.weights, "updates": found.updates, "own": updates.tolist()}
 
 
+ONE_WITHOUT = {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
     "sft padding-free lora": ("sft", {"padding_free": True, "lora": True}),
@@ -55,10 +56,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto": ("kto", {"per_device_train_batch_size": 4}),
     "reward": ("reward", {"per_device_train_batch_size": 4}),
     "plain": ("plain", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
-    "plain, one rank without labels": (
-        "plain",
-        {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"},
-    ),
+    "plain, one rank without labels": ("plain", ONE_WITHOUT),
+    "experts, one rank without labels": ("plain", {"moe": True, **ONE_WITHOUT}),
     "plain budget": ("plain", {"budget": 40}),
 }
 
@@ -97,8 +96,9 @@ def test_gradients_are_averaged_once_in_a_step(two, tmp_path):
     assert two.run(averages, str(tmp_path), timeout=400) == [3, 3]
 
 
-def test_a_process_may_have_nothing_to_predict(two, tmp_path):
-    check(two, "plain, one rank without labels", tmp_path, torch.float32, 2)
+@pytest.mark.parametrize("kind", ["plain", "experts"])
+def test_a_process_may_have_nothing_to_predict(two, kind, tmp_path):
+    check(two, f"{kind}, one rank without labels", tmp_path, torch.float32, 2)
 
 
 @pytest.mark.slow
