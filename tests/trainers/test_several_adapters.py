@@ -102,7 +102,8 @@ def trainer_of(folder: Path, *callbacks: Any, **settings: Any) -> TreeTrainer:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, "logging_steps": 3, **settings}
     settings |= {"loss": "grpo", "loss_kwargs": {"kl": 0.1}, "updates_per_batch": 2, "minibatches": 2}
     args, rows = make_arguments(folder, **settings), rows_of_two()
-    return TreeTrainer(adapted(torch.float32), args, rows, rows[:6], callbacks=[Averages(), *callbacks])
+    more: Any = {"ref_model": small_model(seed=2), "callbacks": [Averages(), *callbacks]}
+    return TreeTrainer(adapted(torch.float32), args, rows, rows[:6], **more)
 
 
 def test_an_interrupted_run_of_two_adapters_ends_as_the_other(tmp_path):

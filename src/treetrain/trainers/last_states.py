@@ -1,20 +1,30 @@
-"""TRL's `DistillationTrainer`: it asks student and teacher for hidden states, and compares them through their heads.
+"""TRL's trainers that compare the distributions of a student and a teacher.
 
-The trainer takes the inputs of both LM heads from ``_get_last_hidden_state``, and computes the divergence and its
-gradient from them chunk by chunk. Here these states come from a tree, as one node of autograd for each call, whose
+`DistillationTrainer` takes the inputs of both LM heads from ``_get_last_hidden_state``, and computes the divergence and
+its gradient from them chunk by chunk. Here these states come from a tree, as one node of autograd for each call, whose
 backward runs the tree (`treetrain.autograd`). The heads, the divergence and the metrics stay the trainer's.
+
+The experimental ones (`LOGITS`) call their models for logits within ``compute_loss``. These are made of such states by
+the model's head, as the plain model makes them, and as many.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutput
 
 from treetrain.autograd import within_autograd
+from treetrain.core.hf.capability import causal_lm
+from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
+from treetrain.trainers.patches import OwnForward, is_fused
 from treetrain.trainers.settings import check_trainer, refuse
 
 COMPARED_ROWS = 3
@@ -22,10 +32,25 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest difference of states from the plain model's in the first step, over the largest state; 0.1 in 16 bits."""
 
 
-def reads_last_states(trainer: Trainer) -> bool:
-    """Whether this is TRL's `DistillationTrainer`, or a subclass that asks for hidden states as it does."""
-    names = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
-    return "DistillationTrainer" in names and hasattr(type(trainer), "_get_last_hidden_state")
+LOGITS = (
+    *("GKDTrainer", "GOLDTrainer", "SDFTTrainer", "SDPOTrainer", "IWOPDTrainer"),
+    "ServerDistillationTrainer",
+)
+"""TRL's trainers that read logits of `model` and `teacher_model` in `compute_loss`."""
+KNOWN = {"input_ids", "attention_mask", "logits_to_keep", "use_cache", "return_dict"}
+"""Arguments of such a call on which the logits depend in no other way than is followed here, or not at all."""
+
+
+def names_of(trainer: Trainer) -> set[str]:
+    """The names of its classes that are TRL's."""
+    return {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
+
+
+def reads_distributions(trainer: Trainer) -> bool:
+    """Whether this is TRL's `DistillationTrainer`, one of `LOGITS`, or a subclass that asks its models as they do."""
+    names = names_of(trainer)
+    states = "DistillationTrainer" in names and hasattr(type(trainer), "_get_last_hidden_state")
+    return states or bool(names & {*LOGITS})
 
 
 class SharesLastStates:
@@ -41,6 +66,17 @@ class SharesLastStates:
         return self.last_states.of(plain, model, input_ids, attention_mask, logits_to_keep, inputs)
 
 
+class SharesLogits:
+    """The method that `share_prefixes` puts around that of the trainers in `LOGITS`."""
+
+    last_states: "LastStates"
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the trainer's loss; the logits of its models come from trees."""
+        with self.last_states.answering():
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+
 class LastStates:
     """Computes the states of a trainer's models on trees.
 
@@ -51,7 +87,8 @@ class LastStates:
 
     def __init__(self, trainer: Any, budget: int | str | Bytes | None, check: bool | Literal["rows"]):
         check_trainer(trainer)
-        beginning = "share_prefixes cannot be exact with DistillationTrainer and "
+        self._trainer, self._name = trainer, type(trainer).__name__
+        beginning = f"share_prefixes cannot be exact with {self._name} and "
         refuse(
             beginning,
             [
@@ -59,15 +96,18 @@ class LastStates:
                     trainer.accelerator.num_processes > 1,
                     f"{trainer.accelerator.num_processes} processes, which has not been verified; launch one",
                 ),
-                (trainer._is_vlm, "a model for images and text; give a causal LM"),
+                (getattr(trainer, "_is_vlm", False), "a model for images and text; give a causal LM"),
             ],
         )
         self._budget, self._check = budget, bool(check)
         self._engines: dict[nn.Module, TreeEngine] = {}
         self._compared: set[nn.Module] = set()
-        teacher = trainer.teacher_model
+        teacher = getattr(trainer, "teacher_model", None)
         models = [trainer.model, *([] if teacher is None else [trainer.accelerator.unwrap_model(teacher)])]
-        for model in models:
+        self._models: list[nn.Module] = list(dict.fromkeys(models))  # a model may be its own teacher
+        for model in self._models:
+            if is_fused((inner := causal_lm(model)).forward):  # of a subclass of `SFTTrainer`
+                inner.forward = OwnForward(inner)
             self._engine(model)  # raises before training
 
     def _engine(self, model: nn.Module) -> TreeEngine:
@@ -94,45 +134,105 @@ class LastStates:
             RuntimeError: in the first call of a model, states differ from the plain model's by more than rounding.
         """
         if any(value is not None for value in inputs.values()):
-            raise ValueError(f"rows have {', '.join(inputs)}, which DistillationTrainer does not share on a tree")
-        there = attention_mask.bool()
+            raise ValueError(f"rows have {', '.join(inputs)}, which {self._name} does not share on a tree")
+        made = self._states(model, input_ids, attention_mask.bool())[:, :-1][:, -keep:]
+        made = made.to(model.get_output_embeddings().weight.dtype)  # type: ignore[operator]
+        if self._check and model not in self._compared:
+            some = slice(0, COMPARED_ROWS)
+            with torch.no_grad():
+                own = plain(model, input_ids[some], attention_mask[some], keep)
+            there = attention_mask[some].bool()
+            self._compare(model, "hidden states", own, made[some], (there[:, 1:] & there[:, :-1])[:, -keep:])
+        return made
+
+    def _states(
+        self, model: nn.Module, input_ids: Integer[Tensor, "B L"], there: Bool[Tensor, "B L"]
+    ) -> Float[Tensor, "B L hidden"]:
+        """The inputs of the head at every token; 0 at padding."""
         rows = [ids[own].tolist() for ids, own in zip(input_ids, there)]
         scored = self._engine(model)._scored("share_prefixes", rows, logprobs=False, values="states", in_autograd=True)
         states = torch.cat(within_autograd(scored))
-        of_batch = states.new_zeros(*there.shape, states.shape[-1])
-        of_batch = of_batch.masked_scatter(there[..., None], states)[:, :-1][:, -keep:]
-        made = of_batch.to(model.get_output_embeddings().weight.dtype)  # type: ignore[operator]
-        if self._check and model not in self._compared:
-            self._compare(plain, model, input_ids, attention_mask, keep, made.detach())
-            self._compared.add(model)
-        return made
+        return states.new_zeros(*there.shape, states.shape[-1]).masked_scatter(there[..., None], states)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Inside the block, calls of the models give logits from trees."""
+        with ExitStack() as stack:
+            for model in self._models:
+                answer = partial(self.logits, model, vars(model).get("forward"))
+                stack.enter_context(replaced(model, forward=answer))
+            yield
+
+    def logits(self, model: nn.Module, plain: Any, *args: Any, **inputs: Any) -> CausalLMOutput:
+        """The output of a call of a model: its logits [B, L, V], or those of the last ``logits_to_keep`` tokens.
+
+        Args:
+            plain: the forward that is set on the model outside of `answering`; None: that of its class.
+
+        Raises:
+            ValueError: the call has arguments that are not known here.
+            RuntimeError: in the first call of a model, logits differ from the plain model's by more than rounding.
+        """
+        unknown = sorted(name for name, value in inputs.items() if name not in KNOWN and value is not None)
+        if args or unknown or "input_ids" not in inputs:
+            what = ", ".join(unknown) or "arguments without names"
+            raise ValueError(f"{self._name} calls its model with {what}, which it does not share on a tree")
+        ids, keep, accelerator = inputs["input_ids"], inputs.get("logits_to_keep") or 0, self._trainer.accelerator
+        mask = inputs.get("attention_mask")
+        there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        with _as_outside(model, plain), accelerator.autocast():
+            states, capabilities = self._states(model, ids, there)[:, -keep:], self._engine(model).capabilities
+            states = states.to(next(capabilities.head.parameters()).dtype)
+            made = capabilities.logit_map(capabilities.head(states))
+            made = made if accelerator.mixed_precision == "no" else made.float()  # as accelerate's wrapper does
+            if self._check and model not in self._compared:
+                some = {name: x[:COMPARED_ROWS] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+                with torch.no_grad():
+                    own = model(**some).logits
+                self._compare(model, "logits", own, made[:COMPARED_ROWS], there[:COMPARED_ROWS, -keep:])
+        return CausalLMOutput(logits=made)  # type: ignore[arg-type]
 
     def _compare(
-        self, plain: Any, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, made: Float[Tensor, "B keep hidden"]
+        self,
+        model: nn.Module,
+        what: str,
+        own: Float[Tensor, "b L n"],
+        made: Float[Tensor, "b L n"],
+        read: Bool[Tensor, "b L"],
     ) -> None:
-        """Compare a few rows with the plain model, where the states are read."""
-        some = slice(0, COMPARED_ROWS)
-        with torch.no_grad():
-            own = plain(model, ids[some], mask[some], keep)
-        read = mask[some, 1:].bool()[:, -keep:] & mask[some, :-1].bool()[:, -keep:]
-        difference = float((own - made[some])[read].abs().max()) if read.any() else 0.0
+        """Compare a few rows with the plain model's, where they are read."""
+        self._compared.add(model)
+        difference = float((own - made.detach())[read].abs().max()) if read.any() else 0.0
         largest, allowed = float(own.abs().max()), TOLERANCE.get(own.dtype, 0.1)
         if not difference <= allowed * largest:
             raise RuntimeError(
-                f"share_prefixes: hidden states of {type(model).__name__} differ from the plain model's by "
-                f"{difference:.1e}, of {largest:.1e} at most: its rows depend on their padding or on one another. Pad "
-                "the prompts on the right, or train without share_prefixes"
+                f"share_prefixes: {what} of {type(model).__name__} differ from the plain model's by {difference:.1e}, "
+                f"of {largest:.1e} at most: its rows depend on their padding or on one another. Pad the prompts on the "
+                "right, or train without share_prefixes"
             )
 
 
-def share_last_states(trainer: Any, budget: int | str | Bytes | None, check: bool | Literal["rows"]) -> Any:
-    """Make a `DistillationTrainer` compute shared prefixes once; see `share_prefixes`."""
+@contextmanager
+def _as_outside(model: nn.Module, forward: Any) -> Iterator[None]:
+    """Inside the block, the model has its own forward, which its parts that run again in a backward find later."""
+    answering = vars(model).pop("forward")
+    try:
+        if forward is not None:
+            vars(model)["forward"] = forward
+        yield
+    finally:
+        vars(model)["forward"] = answering
+
+
+def share_distributions(trainer: Any, budget: int | str | Bytes | None, check: bool | Literal["rows"]) -> Any:
+    """Make a trainer of `reads_distributions` compute shared prefixes once; see `share_prefixes`."""
     from treetrain.trainers.relied_on import warn_if_untested
 
     states = LastStates(trainer, budget, check)
     for package in ("transformers", "trl"):
         warn_if_untested(package)
     plain = type(trainer)
-    trainer.__class__ = type(plain.__name__, (SharesLastStates, plain), {"__doc__": plain.__doc__})
+    shares = SharesLogits if names_of(trainer) & {*LOGITS} else SharesLastStates
+    trainer.__class__ = type(plain.__name__, (shares, plain), {"__doc__": plain.__doc__})
     trainer.last_states = states
     return trainer

@@ -350,6 +350,12 @@ def kind_of_output(trainer: Trainer) -> type[Output]:
                 return kind
         if fused_forward(trainer.model) is not None:
             return FusedOutput
+        if "AsyncDistillationTrainer" in names:
+            raise ValueError(
+                "AsyncDistillationTrainer of TRL calls its model's layers on packed rows within its loss, past the "
+                "model's own forward, so no tree can answer; train on its teacher's ids (Trajectory.teacher_topk) with "
+                "tt.losses.distill_topk"
+            )
         raise ValueError(
             f"{names[0]} of TRL asks its model for logits, which no tree gives; share_prefixes takes RewardTrainer and "
             f"trainers of TRL whose model has its fused head, such as {', '.join(FUSED_TRAINERS)}. In a subclass whose "

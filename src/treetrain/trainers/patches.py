@@ -3,7 +3,7 @@
 | replaced | by | set in | until |
 | --- | --- | --- | --- |
 | ``forward`` of the model, ``_call_impl`` if it is sharded | `TreeForward` | `PrefixSharing` | the model goes |
-| TRL's ``forward`` beneath an adapter | `OwnForward` | `PrefixSharing` | the model goes |
+| TRL's ``forward`` beneath an adapter | `OwnForward` | `PrefixSharing`, `LastStates` | the model goes |
 | ``__class__`` of the trainer | a subclass with `SharesPrefixes` | `share_prefixes` | the trainer goes |
 | a hook before every optimizer's step is added | `before_steps` | `PrefixSharing`, on ranks | the trainer goes |
 | ``.grad`` of parameters | `DeferredGradient` | the loss's backward | the tree's backward, or `zero_grad` |

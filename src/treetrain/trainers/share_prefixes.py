@@ -26,7 +26,7 @@ from treetrain.logs.once import Count, checked_count
 from treetrain.parallel.process_group import limit_waits
 from treetrain.trainers.batches import ROUTED, ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
-from treetrain.trainers.last_states import SharesLastStates, reads_last_states, share_last_states
+from treetrain.trainers.last_states import SharesLastStates, SharesLogits, reads_distributions, share_distributions
 from treetrain.trainers.once import data_counted_once
 from treetrain.trainers.outputs import Answer, Output, Question, TokensOutput, TreeOutput, kind_of_output
 from treetrain.trainers.patches import OwnForward, TreeForward, before_steps, is_fused, weakly
@@ -56,8 +56,8 @@ def share_prefixes(
     Args:
         trainer: a `transformers.Trainer` with a causal LM, or one of TRL that takes rewards or log-probabilities of
             its fused head: `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer`,
-            `AsyncGRPOTrainer` and their subclasses, or `DistillationTrainer` (in one process; rows of a micro-batch
-            share); after construction and before ``train()``.
+            `AsyncGRPOTrainer` and their subclasses, or `DistillationTrainer` or an experimental one of its kind
+            (`GKDTrainer`, ...; in one process, rows of a micro-batch share); after construction and before ``train()``.
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory above model, gradients and
             optimiser state; None uses the memory that is free.
         check: compare a few rows of the first training batch with the model's plain forward and backward, log the
@@ -79,13 +79,13 @@ def share_prefixes(
     """
     if check not in (True, False, "rows"):
         raise ValueError(f"check is {check!r}; give True, False or 'rows'")
-    if isinstance(trainer, SharesPrefixes | SharesLastStates):
+    if isinstance(trainer, SharesPrefixes | SharesLastStates | SharesLogits):
         raise ValueError("this trainer shares prefixes already; call share_prefixes once")
     if not isinstance(trainer, Trainer):
         raise TypeError(f"share_prefixes takes a transformers.Trainer or a subclass, not a {type(trainer).__name__}")
     once = data_counted_once(trainer) if checked_count(count) == "once" else None
-    if reads_last_states(trainer):
-        return share_last_states(trainer, budget, check)
+    if reads_distributions(trainer):
+        return share_distributions(trainer, budget, check)
     sharing = PrefixSharing(trainer, budget, check)
     if once is not None:
         trainer.train_dataset = once
