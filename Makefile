@@ -106,9 +106,10 @@ test-axolotl:
 	$(VENV)/bin/python -m pip install -q --no-deps axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_axolotl.py
 
-# LLaMA-Factory's own requirements hold a web interface, which its trainer does not need.
+# LLaMA-Factory's own requirements hold a web interface, and packages for sounds and images that want another torch; its
+# trainer needs neither.
 LLAMAFACTORY = transformers==5.6.0 accelerate==1.11.0 peft==0.18.1 datasets==4.0.0 trl==0.24.0 omegaconf einops matplotlib \
-	modelscope fire av==16.0.0 torchvision torchdata==0.11.0 tiktoken sentencepiece pandas scipy
+	modelscope fire av==16.0.0 torchdata==0.11.0 tiktoken sentencepiece pandas scipy
 test-llamafactory: VENV = .venv-llamafactory
 test-llamafactory:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

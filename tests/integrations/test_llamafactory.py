@@ -1,6 +1,10 @@
 """LLaMA-Factory's trainer of supervised fine-tuning with shared prefixes and without."""
 
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,6 +12,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytest.importorskip("llamafactory", reason="llamafactory wants older packages: make test-llamafactory")
+
+if importlib.util.find_spec("torchaudio") is None:  # LLaMA-Factory imports it, for rows with sounds alone
+    sys.modules["torchaudio"] = ModuleType("torchaudio")
+    sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
 from llamafactory.hparams import FinetuningArguments, TrainingArguments
 from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
