@@ -192,8 +192,9 @@ SECTIONS = (
         "Inside trainers",
         "A training step of TRL's trainers and of a plain `transformers.Trainer` with and without "
         "`tt.share_prefixes`, in CPU seconds. The baseline is the trainer with one row (DPO: one pair) at a time or "
-        "one padded batch, whichever is faster. No row repeats or extends another, so nothing could be merged, and the "
-        "baseline trains every row by itself.",
+        "one padded batch, whichever is faster. No row repeats or extends another, so nothing could be merged: the "
+        "baseline trains every row by itself. A step of distillation includes the teacher's forward, and its heads run "
+        "over all rows with and without sharing.",
         "trainers.csv",
         ("work", "budget"),
         {
@@ -210,6 +211,22 @@ SECTIONS = (
         "An efficiency above 1 comes from the trainers: without sharing every operation runs once for every row, or on "
         "padding.",
         "cpu_efficiency",
+    ),
+    Section(
+        "Further ids at each prediction",
+        "Forward and backward of the LM head with the log-probabilities of further ids at each prediction, against the "
+        "head alone, in CPU seconds: random states that predict one token each, as in a policy loss.",
+        "ids_at_head.csv",
+        ("work", "device"),
+        {
+            "further ids": "work",
+            "states": "states",
+            "vocabulary": "vocabulary",
+            "alone, s": "cpu_seconds_alone",
+            "with ids, s": "cpu_seconds",
+            "times as long": between("cpu_times"),
+            "rounds": rounds,
+        },
     ),
     Section(
         "Images",

@@ -1,6 +1,6 @@
 """Time of an optimizer step of TRL's and transformers' trainers with and without share_prefixes, on a CPU.
 
-Run: python benchmarks/trainers.py [work ...] [--repeats 5] [--dry-run]. Six minutes on two cores.
+Run: python benchmarks/trainers.py [work ...] [--repeats 5] [--dry-run]. Seven minutes on two cores.
 
 The model is that of workloads.py (30M parameters, float32). Both trainers have the same
 settings and take the same rows, one for each micro-batch, which pads nothing; share_prefixes scores them as one tree.
@@ -8,8 +8,10 @@ No row repeats or extends another, so nothing could be merged without a tree. Th
 all rows in one padded batch, where that is not too large, and the faster way of the round that warms up counts. Steps
 alternate in one process, a fresh one for each work; generation is not timed. Processor time is recorded too, which is
 more reliable on a busy machine (for one thread: taskset -c 0). The ideal is the ratio of FLOPs; under a budget (a
-quarter of the tree's tokens, or the longest row) it counts the recomputation that no plan avoids. Rows are appended to
-results/trainers.csv; a work that has its rows at this commit is left out.
+quarter of the tree's tokens, or the longest row) it counts the recomputation that no plan avoids. TRL's
+DistillationTrainer shares within a micro-batch, so with sharing it takes all rows in one; its heads run over every
+row's states, so the ideal shares the layers alone, of student and teacher. Rows are appended to results/trainers.csv;
+a work that has its rows at this commit is left out.
 """
 
 import copy
@@ -177,10 +179,26 @@ def _grpo(drawn: list, size: int):
     return trainer, batches
 
 
-MAKE = {"plain": _plain, "sft": _sft, "dpo": _dpo, "grpo": _grpo}
+def _distillation(drawn: list, size: int):
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    trainer = DistillationTrainer(
+        model_30m(),
+        teacher_model=model_30m(1),
+        args=DistillationConfig(**_settings(per_device_train_batch_size=size)),
+        train_dataset=Dataset.from_dict({"prompt": ["none"] * size}),
+        processing_class=_tokenizer(),
+    )
+    _, batches = _grpo(drawn, size)
+    return trainer, [{name: x for name, x in batch.items() if name != "advantages"} for batch in batches]
+
+
+MAKE = {"plain": _plain, "sft": _sft, "dpo": _dpo, "grpo": _grpo, "distillation": _distillation}
 WORKS = {
     "grpo 8 completions": ("grpo", lambda: samples(8)),
     "grpo 16 completions": ("grpo", lambda: samples(16)),
+    "distillation 8 completions": ("distillation", lambda: samples(8)),
     "dpo 8 pairs of a prompt": ("dpo", lambda: samples(16)),
     "sft tool-agent calls": ("sft", calls),
     "plain tool-agent calls": ("plain", calls),
@@ -196,7 +214,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     import treetrain as tt
     from treetrain.check.bench import budget_share
     from treetrain.models.costs import count
-    from treetrain.models.work import cheapest_rows, ideal_speedup
+    from treetrain.models.work import cheapest_rows, ideal_speedup, linear_work, tree_work
 
     rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -209,7 +227,8 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     padded = len(drawn) * max(map(len, drawn))
     sizes = (1, one_batch) if padded <= MOST_PADDED else (1,)
     linear = {f"{size} a micro-batch": Work(kind, drawn, shared=False, size=size) for size in sizes}
-    shared = {"": Work(kind, drawn), f"{budget} tokens": Work(kind, drawn, budget)}
+    size = len(drawn) if kind == "distillation" else 1
+    shared = {key: Work(kind, drawn, bound, size=size) for key, bound in (("", None), (f"{budget} tokens", budget))}
     warm = {key: work.step() for key, work in (linear | shared).items()}
     best = min(linear, key=lambda key: warm[key][1])
     works = {best: linear[best]} | shared
@@ -221,6 +240,9 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
             seconds[key].append(by_clock)
             processor[key].append(of_processor)
     ideal = ideal_speedup(tree, shape)
+    if kind == "distillation":
+        alone, together = (work(tree, shape.attention_ranges) for work in (linear_work, tree_work))
+        ideal = shape.flops(*alone) / shape.flops(*together._replace(head_rows=alone.head_rows))
     for key in shared:
         plan = tt.TreeEngine(model_30m(), budget=budget if key else None).plan(tree)
         share = budget_share(plan, shape, budget) if key else 1.0

@@ -14,7 +14,7 @@ from examples.countdown.chat import begin
 from examples.countdown.environment import Puzzle
 from examples.countdown.policies import expert, random_walk
 
-from examples import adapters, distill, dpo, grpo, own_loss, own_model, sft, tree_objective
+from examples import adapters, distill, dpo, grpo, own_loss, own_model, sampling_masks, sft, tree_objective
 from treetrain.models.loading import load_model, load_tokenizer
 
 
@@ -62,6 +62,13 @@ def test_two_adapters_are_trained_in_one_step():
     assert losses[-1] < losses[0]
     for name in ("winner", "loser"):  # peft starts with B = 0
         assert any(p.any() for key, p in model.named_parameters() if f"lora_B.{name}" in key)
+
+
+@pytest.mark.slow
+def test_with_the_kept_ids_the_engine_scores_what_the_sampler_drew_from():
+    for record in sampling_masks.main(steps=2, count=4, top_p=0.7, warm_steps=3):
+        assert record["gap"] < 1e-4 < 0.1 < record["gap without masks"]
+        assert record["ratio"] == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.slow

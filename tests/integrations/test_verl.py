@@ -23,7 +23,12 @@ LOSSES = {
     "ppo": {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2, "calculate_entropy": True},
     "gspo": {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": "gspo"},
     "sft": {},
+    "distillation": {},
+    "distillation and rewards": {"calculate_entropy": True, "entropy_coeff": 0.1},
 }
+TEACHERS_IDS, VOCABULARY = 3, 40
+OVERLAP = {"distillation/overlap_ratio", "distillation/overlap_token_advantage"}
+"""Metrics that verl's engine makes of the student's own best ids, which a tree is not asked for."""
 
 
 def configurations(folder: str, **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -140,6 +145,11 @@ def make_batch(rank: int, loss: str, *, experts: bool = False, **settings: Any) 
     )
     if experts:
         batch["routed_experts"] = recorded_experts()[rows]
+    if loss.startswith("distillation"):
+        logits = torch.randn(len(prompts), total, VOCABULARY, generator=draw)
+        logits[mask.bool()] = torch.randn(VOCABULARY, VOCABULARY, generator=draw)[ids[mask.bool()]]  # by the last token
+        batch["teacher_logprobs"], batch["teacher_ids"] = logits.log_softmax(-1).topk(TEACHERS_IDS)
+        settings = {"distillation_use_topk": True, "distillation_only": loss == "distillation", **settings}
     batch = left_right_2_no_padding(batch)
     if loss == "sft":
         whole = torch.nested.as_nested_tensor(
@@ -150,7 +160,8 @@ def make_batch(rank: int, loss: str, *, experts: bool = False, **settings: Any) 
         for name in ("prompts", "responses"):
             del batch[name]
     options = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 4096, "temperature": 1.0, "global_batch_size": 9}
-    options |= {"calculate_entropy": loss == "ppo", "use_remove_padding": True, **settings}
+    entropy = "calculate_entropy" in LOSSES[loss]
+    options |= {"calculate_entropy": entropy, "use_remove_padding": True, **settings}
     tu.assign_non_tensor(batch, **options)
     return batch
 
@@ -166,6 +177,16 @@ def make_loss(name: str) -> Any:
     options = dict(LOSSES[name])
     options["policy_loss"] = PolicyLossConfig(loss_mode=options.get("policy_loss", "vanilla"))
     required = {"strategy": "fsdp2", "rollout_n": 1, "use_dynamic_bsz": True, "ppo_micro_batch_size_per_gpu": 1}
+    if name.startswith("distillation"):
+        from verl.trainer.distillation import distillation_ppo_loss
+        from verl.workers.config import DistillationLossConfig
+
+        rewards = name != "distillation"
+        own = {"loss_mode": "forward_kl_topk", "topk": TEACHERS_IDS, "log_prob_min_clamp": -4.0 if rewards else None}
+        own |= {"use_task_rewards": rewards, "use_policy_gradient": False, "distillation_loss_coef": 0.7}
+        config = SimpleNamespace(distillation_loss=DistillationLossConfig(**own))
+        actor = ActorConfig(**required, **options)
+        return functools.partial(distillation_ppo_loss, config=actor, distillation_config=config)
     return functools.partial(losses.ppo_loss, config=ActorConfig(**required, **options))
 
 
@@ -219,9 +240,10 @@ def compare(
     scores = []
     for engine, over in ((plain, own), (tree, {})):
         with engine.eval_mode():
-            batch = make_batch(rank, loss, **settings | over | {"calculate_entropy": True})
+            scored = "ppo" if loss.startswith("distillation") else loss
+            batch = make_batch(rank, scored, **settings | over | {"calculate_entropy": True})
             scores.append(engine.infer_batch(batch)["model_output"])
-    shape = make_batch(rank, loss)
+    shape = make_batch(rank, "ppo")
     read = torch.cat(
         [
             (torch.arange(1, n + 1) >= n - len(r)) & (torch.arange(1, n + 1) < n)
@@ -242,6 +264,10 @@ def compare(
         others = numbers(two["metrics"])
         for name, value in numbers(one["metrics"]).items():
             found[f"{name} {step}"] = difference(value, others[name])
+        # In a context group, the first rank alone reports the gradients' norm.
+        assert {name for name in others if name not in one["metrics"]} <= OVERLAP | (
+            {"grad_norm"} if shared > 1 else set()
+        )
     for engine in (plain, tree):
         with engine.train_mode():
             engine.optimizer_zero_grad()
@@ -295,6 +321,9 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "ppo", {"max_token_len_per_gpu": 5, "temperature": 0.7}, {"shared": 2}),
         (2, "ppo", {}, {"offload_policy": True}),
         (2, "sft", {}, {"param_offload": True, "optimizer_offload": True}),
+        (1, "distillation", {"temperature": 0.7}, {}),
+        (2, "distillation and rewards", {"max_token_len_per_gpu": 8}, {}),
+        (2, "distillation and rewards", {"max_token_len_per_gpu": 8}, {"shared": 2}),
     ],
     ids=[
         "ppo",
@@ -305,6 +334,9 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "ppo-ulysses-of-2",
         "ppo-offload-policy",
         "sft-offload",
+        "distillation",
+        "distillation-and-rewards-2-ranks-recomputed",
+        "distillation-and-rewards-ulysses-of-2",
     ],
 )
 def test_log_probabilities_losses_metrics_weights_and_gradients_are_verls(
@@ -642,7 +674,7 @@ def test_settings_that_cannot_be_exact_are_refused_before_the_model_is_loaded(op
         check_settings(model, engine)
 
 
-@pytest.mark.parametrize("name", ["distillation_use_topk", "multi_modal_inputs", "temperature"])
+@pytest.mark.parametrize("name", ["multi_modal_inputs", "temperature"])
 def test_batches_that_no_tree_supports_are_refused_by_name(name: str) -> None:
     from tensordict import NonTensorStack
 
@@ -656,6 +688,20 @@ def test_batches_that_no_tree_supports_are_refused_by_name(name: str) -> None:
         batch[name] = torch.arange(1.0, 1 + len(PROMPTS)) if name == "temperature" else torch.ones(len(PROMPTS), 1)
     with pytest.raises(UnsupportedModel, match=name):
         TreeFSDPEngine._tree_engine(object.__new__(TreeFSDPEngine), batch)
+
+
+def test_distillation_without_the_ids_of_a_teacher_or_with_another_loss_is_refused() -> None:
+    from treetrain.core.errors import DataError, UnsupportedModel
+    from treetrain.integrations.verl import distillation_outputs, teacher_ids, wanted
+
+    batch = make_batch(0, "distillation")
+    read = wanted(batch)
+    for row, own in zip(teacher_ids(batch, read), read, strict=True):
+        assert row.shape == (len(own), TEACHERS_IDS) and ((row == -1).all(1) == ~own).all()
+    with pytest.raises(UnsupportedModel, match=r"loss is functools.partial.*ppo_loss.*distillation_ppo_loss"):
+        distillation_outputs(SimpleNamespace(id_logprobs=()), batch, read, make_loss("ppo"))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no teacher_ids for each token of its rows"):
+        teacher_ids(make_batch(0, "ppo"), read)
 
 
 def test_replay_without_recorded_experts_is_refused() -> None:

@@ -38,9 +38,6 @@ from treetrain.layers.experts.recorded import without_fill
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.once import count_once, repeats
 
-NOT_ON_A_TREE = ("distillation_use_topk", "distillation_only")
-"""Settings of verl's batches that a tree does not support."""
-
 
 @EngineRegistry.register(
     model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor="treetrain"
@@ -51,7 +48,9 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
     ``max_token_len_per_gpu`` (or the longest row times ``micro_batch_size_per_gpu``) is the budget of tokens whose
     graph is alive at once. What does not fit is recomputed; no row is left out, however long.
     The processes of ``ulysses_sequence_parallel_size`` are a context group: they divide the tokens of every part. With
-    ``router_replay.mode=R3``, the experts that the rollout recorded replace the routers' choices.
+    ``router_replay.mode=R3``, the experts that the rollout recorded replace the routers' choices. Distillation from the
+    ids of a teacher (``distillation_loss.loss_mode=forward_kl_topk``) takes the log-probabilities of these ids from the
+    tree; the metrics that compare them with the student's own best ids (``distillation/overlap_*``) are not logged.
 
     Raises:
         ValueError: a setting of verl's configuration that cannot be exact on a tree, before the model is loaded.
@@ -81,8 +80,9 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
             forward_only: compute no gradient.
 
         Returns:
-            model_output with jagged log_probs (and entropy, sum_pi_squared) [K, L_k], loss and metrics. Entry t of a
-            row is about token t + 1; entries that no loss of verl reads hold 0.
+            model_output with jagged log_probs (and entropy, sum_pi_squared; distillation_losses, student_mass and
+            teacher_mass) [K, L_k], loss and metrics. Entry t of a row is about token t + 1; entries that no loss of
+            verl reads hold 0.
         """
         group = self.get_data_parallel_group()
         tokens = data["loss_mask"].sum().to(get_device_id())
@@ -101,16 +101,23 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
             )
         data = data.to(get_device_id())
         asks_for = {name: self._asks(data, name) for name in ("calculate_entropy", "calculate_sum_pi_squared")}
+        topk = self._asks(data, "distillation_use_topk")
         narrow = self._autocast_dtype != torch.float32
         autocast = torch.autocast(get_device_name(), self._autocast_dtype) if narrow else nullcontext()
         with torch.no_grad() if forward_only else nullcontext(), autocast:
+            read = wanted(data)
             scored = self._tree_engine(data).score(
                 rows_of(data, replays=self.replays),
                 entropies=asks_for["calculate_entropy"],
                 statistics=asks_for["calculate_sum_pi_squared"],
-                mask=wanted(data),
+                mask=read,
+                ids=teacher_ids(data, read) if topk else None,
             )
             model_output = outputs(scored, data["input_ids"].offsets())
+            if topk:
+                model_output |= distillation_outputs(scored, data, read, loss_function)
+            if self._asks(data, "distillation_only"):  # the loss is that of the teacher's ids alone
+                del model_output["log_probs"]
             loss, metrics = torch.ones(()), {}
             if loss_function is not None:
                 loss, metrics = loss_function(model_output=model_output, data=data, dp_group=group)
@@ -125,9 +132,6 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     def _tree_engine(self, data: TensorDict) -> TreeEngine:
         """Make the engine with this batch's temperature and budget, which only checks the model."""
-        for name in NOT_ON_A_TREE:
-            if self._asks(data, name):
-                raise UnsupportedModel(f"the batch has {name}, which no tree supports yet; unset VERL_ENGINE_VENDOR")
         if media := extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs") or []):
             raise UnsupportedModel(
                 f"the batch has multi_modal_inputs ({', '.join(media)}), which no tree of verl's rows supports yet; "
@@ -379,3 +383,59 @@ def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:
     if scored.log_sum_sq_probs is not None:
         found["sum_pi_squared"] = jagged([row.exp() for row in scored.log_sum_sq_probs])
     return found
+
+
+def teacher_ids(data: TensorDict, read: Sequence[Tensor]) -> list[Tensor]:
+    """The ids of the teacher at each prediction of each row that a loss reads, [L_k - 1, k]; -1 elsewhere.
+
+    Args:
+        data: jagged ``teacher_ids`` [K, L_k, k], whose entry t is about token t + 1.
+        read: marks these predictions, bool [L_k - 1] per row.
+
+    Raises:
+        DataError: there are none, or others than one list for each token.
+    """
+    ids, rows = data.get("teacher_ids", None), data["input_ids"]
+    if ids is None or not ids.is_nested or not ids.offsets().equal(rows.offsets()):
+        raise DataError(
+            "the batch has distillation_use_topk, and no teacher_ids for each token of its rows: set "
+            "distillation.enabled=True in the trainer that made the batch"
+        )
+    return [row[:-1].cpu().masked_fill(~own[:, None], -1) for row, own in zip(ids.unbind(), read)]
+
+
+def distillation_outputs(
+    scored: Scored, data: TensorDict, read: Sequence[Tensor], loss_function: Callable | None
+) -> dict[str, Tensor]:
+    """What verl's loss on a teacher's ids reads, jagged [K, L_k]: each token's divergence, and the mass of these ids.
+
+    verl's own engine computes them from all logits (``verl/trainer/distillation/fsdp/losses.py``), in the same steps.
+
+    Args:
+        read: marks the predictions whose log-probabilities at the teacher's ids were asked for.
+        loss_function: has verl's configuration of distillation.
+
+    Raises:
+        UnsupportedModel: another loss than verl's.
+    """
+    from verl.trainer.distillation.fsdp.losses import kl_divergence
+
+    config = getattr(loss_function, "keywords", {}).get("distillation_config")
+    if config is None:
+        raise UnsupportedModel(
+            f"the batch has distillation_use_topk, and its loss is {loss_function!r} instead of verl's "
+            "distillation_ppo_loss; unset VERL_ENGINE_VENDOR"
+        )
+    assert scored.id_logprobs is not None
+    rows: dict[str, list[Tensor]] = {name: [] for name in ("distillation_losses", "student_mass", "teacher_mass")}
+    least = config.distillation_loss.log_prob_min_clamp
+    for found, teacher, own in zip(scored.id_logprobs, data["teacher_logprobs"].unbind(), read):
+        own = own.to(teacher.device)
+        p, q = teacher[:-1][own], found.reshape(-1, teacher.shape[-1])
+        masses = [x.exp().sum(-1) for x in (q, p)]
+        if least is not None:
+            p, q = p.clamp_min(least), q.clamp_min(least)
+        for name, values in zip(rows, (kl_divergence(log_q=q, log_p=p), *masses)):
+            rows[name].append(values.new_zeros(len(teacher)).index_put((own.nonzero()[:, 0],), values))
+    offsets = data["input_ids"].offsets()
+    return {name: torch.nested.nested_tensor_from_jagged(torch.cat(values), offsets) for name, values in rows.items()}
