@@ -23,7 +23,7 @@ READY = $(VENV)/.installed
 endif
 
 .PHONY: help demo live test test-full pytest-fast pytest-all lint types bench bench-smoke golden docs tutorial packages workflows \
-	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-llamafactory test-deepspeed test-quantised \
+	test-wheel test-oldest test-newest test-next test-verl test-skyrl test-axolotl test-llamafactory test-swift test-deepspeed test-quantised \
 	test-hosts test-device \
 	clean-venv active-environment
 .DEFAULT_GOAL := help
@@ -50,6 +50,7 @@ help:
 	@echo "make test-skyrl    SkyRL's policy worker with and without trees"
 	@echo "make test-axolotl  Axolotl's trainer with and without the plugin"
 	@echo "make test-llamafactory  LLaMA-Factory's trainer with and without shared prefixes"
+	@echo "make test-swift    ms-swift's trainer with and without shared prefixes"
 	@echo "make test-deepspeed  the trainers under DeepSpeed's ZeRO with and without shared prefixes"
 	@echo "make test-hosts   torchrun over two hosts (network namespaces), Slurm, Ray Train, s3:// and hf://"
 	@echo "make test-quantised  LoRA on weights quantised by bitsandbytes and torchao"
@@ -116,6 +117,12 @@ test-llamafactory:
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(LLAMAFACTORY) pytest beartype -e .
 	$(VENV)/bin/python -m pip install -q --no-deps llamafactory==0.9.5
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_llamafactory.py
+
+test-swift: VENV = .venv-swift
+test-swift:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q ms-swift==4.6.0 pytest beartype -e .
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_swift.py
 
 # DeepSpeed compiles its shared-memory extension at the first run. A compilation that is killed leaves a lock file in
 # ~/.cache/torch_extensions, which makes later runs wait for ever: remove it.

@@ -518,6 +518,23 @@ SECTIONS = (
             "ratio": "measured_over_predicted",
         },
     ),
+    Section(
+        "Simulated against two hosts",
+        "A step of `TreeTrainer` over two hosts (network namespaces, torchrun on each) against `treetrain simulate "
+        "--nodes 2`, from speeds of one process and the cable's.",
+        "two_hosts.csv",
+        ("work", "split"),
+        {
+            "work": "work",
+            "weights": "split",
+            "cable, MB/s": "cable_mb_per_second",
+            "tokens": "tokens",
+            "predicted": "predicted_tokens",
+            "measured, s": "seconds",
+            "predicted, s": "predicted_seconds",
+            "ratio": "measured_over_predicted",
+        },
+    ),
 )
 GPU = "gpu.jsonl"
 NOT_ON_A_GPU = """## On a GPU
