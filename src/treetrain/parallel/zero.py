@@ -26,7 +26,7 @@ from treetrain.core.head.lm_head import Scores
 from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 from treetrain.parallel.process_group import is_partitioned
-from treetrain.parallel.sharded import Sharded
+from treetrain.parallel.sharded import Sharded, ShardedEncoder
 
 _INPUTS = "ds_grads_remaining"
 """DeepSpeed's field of a module: inputs of its last forward that have not had their gradients yet."""
@@ -39,8 +39,15 @@ class Partitioned(Sharded):
         zero: the DeepSpeedEngine that gets the gradients; None leaves each rank its own, whole in ``.grad``.
     """
 
-    def __init__(self, model: nn.Module, value_head: nn.Module | None, ranks: Ranks, zero: Any):
-        super().__init__(model, value_head, ranks)
+    def __init__(
+        self,
+        model: nn.Module,
+        value_head: nn.Module | None,
+        ranks: Ranks,
+        encoder: ShardedEncoder | None,
+        zero: Any,
+    ):
+        super().__init__(model, value_head, ranks, encoder)
         self._zero = zero
         self._inputs: dict[nn.Module, int] = {}
         self._in_backward = False
