@@ -26,12 +26,13 @@ WAYS = {
     ", scored": {"run": "score"},
     ", in parts": {"budget": 6},
     ", scored in parts": {"budget": 6, "run": "score"},
+    ", reducing each": {"budget": 6, "reduces_each": True},
     ", in two calls": {"run": "two calls"},
     ", one shard": {"shards": "whole"},
     ", checkpointed": {"checkpointing": True, "budget": 6},
     ", frozen encoder": {"frozen": "visual"},
     ", frozen encoder in parts": {"frozen": "visual", "budget": 6},
-    ", frozen embeddings": {"frozen": "embed_tokens visual.blocks", "budget": 6},
+    ", frozen embeddings": {"frozen": "embed_tokens visual.blocks", "budget": 6, "reduces_each": True},
     ", frozen layers": {"frozen": "language_model", "budget": 6},
 }
 JOBS = {where + way: ShardedJob(ranks=ranks, **more) for where, ranks in WHERE.items() for way, more in WAYS.items()}

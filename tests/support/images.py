@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 import treetrain as tt
+from support.plans import calls_answer
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 
@@ -277,6 +278,8 @@ class ShardedJob:
     """By `forward_backward`, which may be in two calls, or by `score`."""
     budget: int | None = None
     checkpointing: bool = False
+    reduces_each: bool = False
+    """Whether every backward reduces its gradients, not the last one alone."""
 
 
 def made(job: ShardedJob) -> Any:
@@ -313,6 +316,7 @@ def sharded_step(group: Any, job: ShardedJob) -> tuple[float, float]:
                     for block in module:
                         fully_shard(block, mesh=mesh)
         engine = tt.TreeEngine(fully_shard(model, mesh=mesh), budget=job.budget)
+        calls_answer(engine, keeps_gradients=lambda _: not job.reduces_each)
         if job.run == "score":
             scored = engine.score(own)
             total = losses_of(scored.logprobs)

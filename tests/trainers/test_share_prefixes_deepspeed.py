@@ -46,17 +46,7 @@ ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
 
-def build_images(settings: dict[str, Any], dtype: torch.dtype, _folder: Any, *, lora: bool = False) -> Any:
-    """A Trainer of Qwen3-VL whose rows have images; in order, every batch of eight has some.
-
-    Plain DeepSpeed fails where the rows of one rank have none: it reduces gradients that the other one lacks.
-    """
-    trainer = with_images.plain("Qwen3-VL", settings, dtype, lora)
-    trainer.eval_dataset = trainer.train_dataset[:8]
-    return trainer
-
-
-BUILDERS["images"] = build_images
+BUILDERS["images"] = with_images.build_images
 
 
 def start(group: Any) -> None:

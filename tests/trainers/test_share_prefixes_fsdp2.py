@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import test_async_grpo
+import test_rows_with_images as with_images
 import torch
 import torch.distributed as dist
 import yaml
@@ -34,6 +35,8 @@ from treetrain.parallel.process_group import is_shard, is_sharded
 from treetrain.trainers import step_scores
 
 pytestmark = needs_sharding_on_cpus
+BUILDERS["images"] = with_images.build_images
+IN_ORDER = {"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 
 
@@ -108,6 +111,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", TWO),
     "grpo lora within a budget": ("grpo", {**TWO, "lora": True, "budget": 60}),
     "rloo": ("rloo", {}),
+    "images": ("images", {"gradient_accumulation_steps": 2, **IN_ORDER}),
+    "images within a budget": ("images", {"budget": 20, **IN_ORDER}),
+    "images lora": ("images", {"lora": True, **IN_ORDER}),
 }
 
 
@@ -123,7 +129,7 @@ def check(processes: Processes, case: str, folder: Any, steps: int, size: int = 
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("case", ["sft", "grpo lora within a budget"])
+@pytest.mark.parametrize("case", ["sft", "images within a budget", "grpo lora within a budget"])
 def test_two_processes_train_the_same_with_shared_prefixes(two, tmp_path, case):
     check(two, case, tmp_path, 2)
 
