@@ -151,6 +151,22 @@ def test_four_processes_are_the_same_after_twenty_steps(four, case, tmp_path, re
     record_property("errors", check(four, case, tmp_path, 20, size=4))
 
 
+def without_images_on_one(group: Any, folder: str) -> dict[str, Any]:
+    """Two steps, in the second of which one rank has text alone, against plain DistributedDataParallel."""
+    settings = {"steps": 2, **IN_ORDER, "per_device_train_batch_size": 4}
+    shared = run(group, "images", folder, True, evaluate=False, **settings)
+    with launched(group):
+        plain = train(BUILDERS["images"], Path(folder), shared=False, ddp_backend="gloo", **settings)
+    assert plain.trainer.accelerator.num_processes == 2 and not is_sharded(plain.trainer.model)
+    return compared(difference(shared, plain), shared)
+
+
+@pytest.mark.slow
+def test_a_process_may_have_text_alone(two, tmp_path):
+    for rank in two.run(without_images_on_one, str(tmp_path), timeout=400):
+        assert max(rank["metrics"], rank["weights"]) <= 1e-5 and rank["updates"] <= 1e-4
+
+
 def three(group: Any, name: str, folder: str) -> list[float]:
     """How far bfloat16 is from float32 after two steps, with shared prefixes and without."""
     exact = run(group, name, folder, False, steps=2)

@@ -88,8 +88,23 @@ class Partitioned(Sharded):
         if self._zero is not None:
             self._in_backward = True
             self._zero.optimizer.clear_backward_seen_flag()  # what this backward reduces is added to the rank's share
+            if self._encoder is not None and self._zero.optimizer.micro_step_id == 0:
+                self._drop_old_gradients()
             self._zero.set_gradient_accumulation_boundary(self.reduces != "never")
             self._zero.optimizer.backward_prologue()
+
+    def _drop_old_gradients(self) -> None:
+        """Set the rank's share of the gradients to zero at the beginning of a step.
+
+        DeepSpeed replaces those of the step before in a step's first backward. An encoder gets its own in the last one,
+        or in none, and would keep the old ones.
+        """
+        optimizer = self._zero.optimizer
+        optimizer.grad_partitions_flat_buffer.zero_()
+        if optimizer.offload_optimizer:
+            for weights in optimizer.fp32_partitioned_groups_flat:
+                if weights.grad is not None:
+                    weights.grad.zero_()
 
     def _end_backward(self) -> None:
         """Reduce what is left in the buckets; a collective call, at the same place on all ranks."""
