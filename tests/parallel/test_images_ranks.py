@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.images import CONFIGURATIONS, ShardedJob, sharded_step, step_of_ranks
+from support.images import CONFIGURATIONS, ShardedJob, refusal_of_ranks, sharded_step, step_of_ranks
 
 
 @pytest.mark.few(1)
@@ -39,7 +39,22 @@ JOBS = {where + way: ShardedJob(ranks=ranks, **more) for where, ranks in WHERE.i
 JOBS |= {name: ShardedJob(family=name, ranks=WHERE["images on the first rank"], budget=6) for name in CONFIGURATIONS}
 
 
-@pytest.mark.parametrize("job", JOBS)
+FIRST = [
+    "images on the second rank, frozen embeddings",
+    "images on the first rank, scored in parts",
+    "no rows on the first rank, in two calls",
+    "images on both ranks, frozen encoder in parts",
+]
+"""What `make test` runs."""
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("job", dict.fromkeys((*FIRST, *JOBS)))
 def test_sharded_models_give_the_loss_and_gradients_of_plain_rows(run_on_ranks, job):
     for loss, gradients in run_on_ranks(sharded_step, JOBS[job]):
         assert loss <= 1e-12 and gradients <= 1e-12
+
+
+def test_ranks_that_divide_parts_refuse_images_by_name(run_on_ranks):
+    for message in run_on_ranks(refusal_of_ranks):
+        assert "rows with images under tensor or context parallel" in message

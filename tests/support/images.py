@@ -340,3 +340,12 @@ def sharded_step(group: Any, job: ShardedJob) -> tuple[float, float]:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             gradients.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten())
     return abs(found - loss) / abs(loss), linear.relative_error(torch.cat(gradients), alone)
+
+
+def refusal_of_ranks(group: Any) -> str:
+    """What ranks that divide the tokens of parts say to rows with images."""
+    try:
+        tt.TreeEngine(image_model("Qwen3-VL", torch.float32), context=group).score(some_rows())
+    except tt.UnsupportedModel as error:
+        return str(error)
+    return ""

@@ -26,7 +26,6 @@ from trainer_runs import (
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-import treetrain as tt
 from support.processes import Processes, RankFailed
 from treetrain.core.engine.model_passes import ModelPasses
 from treetrain.core.engine.score import Scored
