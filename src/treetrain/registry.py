@@ -89,20 +89,23 @@ class ImagesFeature(Feature):
 
         check_images(call.model, tree)
         call.beside = encoder_memory(call.model, images.distinct)
-        if call.sharing.collective or not call.sharing.passes_with.alone:
+        if not call.sharing.same_rows.alone:
             raise UnsupportedModel(
-                "rows with images on a model that processes divide among them (FSDP2, ZeRO-3, tensor or context "
-                "parallel) have not been verified: use one process, DistributedDataParallel, or ZeRO-1 or 2"
+                "rows with images under tensor or context parallel have not been verified: use one process, "
+                "DistributedDataParallel, FSDP2 or ZeRO"
             )
 
     def extension(
         self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None
     ) -> Extension | None:
-        if tree_images(tree) is None:
+        if tree_images(tree) is None and not call.sharing.collective:
             return None
-        from treetrain.layers.images.images import Images
+        from treetrain.layers.images.encoders import takes_images
+        from treetrain.layers.images.images import Images, ShardedImages
 
-        return Images(call.model, tree)
+        if not call.sharing.collective:
+            return Images(call.model, tree)
+        return ShardedImages(call.model, tree) if takes_images(call.model) else None  # other ranks may have images
 
 
 class KeptActivationsFeature(Feature):

@@ -1,5 +1,6 @@
 """Small random models for images and text, rows with images, and the plain model on one of them at a time."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 import treetrain as tt
+from support.plans import calls_answer
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 
@@ -235,9 +237,9 @@ def plain_gradients(
     return float(total.detach()), linear.gradients(model, total)
 
 
-def some_rows() -> list[tt.Trajectory]:
+def some_rows(family: str = "Qwen3-VL") -> list[tt.Trajectory]:
     """Rows that share an image, another one, and text."""
-    cat, dog = image(1), image(2, 2, 3)
+    cat, dog = image(1, family=family), image(2, 2, 4, family=family)
     return [row(3, cat, 4, 5), row(3, cat, 4, 6), row(3, dog, 4, 5), row(3, 4, 5), row(3, cat, 7, dog), row(3, 4, 8)]
 
 
@@ -261,13 +263,89 @@ def step_of_ranks(group: Any, first: int) -> float:
     return linear.relative_error(linear.gradients(model), alone)
 
 
-def refusal_of_ranks(group: Any) -> str:
-    """What a sharded model says to rows with images."""
-    from torch.distributed.fsdp import fully_shard
+@dataclasses.dataclass(frozen=True)
+class ShardedJob:
+    """A step of two ranks that each hold a shard of the weights."""
 
-    model = fully_shard(image_model("Qwen3-VL", torch.float32))
+    family: str = "Qwen3-VL"
+    ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 1, 2), (3, 4, 5))
+    """The rows of each rank, out of `some_rows`."""
+    frozen: str = ""
+    """Parts of the names of weights that are not trained."""
+    shards: str = "blocks"
+    """Whether each layer and each block of the encoder is a shard of its own, or the model is one."""
+    run: str = "step"
+    """By `forward_backward`, which may be in two calls, or by `score`."""
+    budget: int | None = None
+    checkpointing: bool = False
+    reduces_each: bool = False
+    """Whether every backward reduces its gradients, not the last one alone."""
+
+
+def made(job: ShardedJob) -> Any:
+    model = image_model(job.family)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not any(part in name for part in job.frozen.split()))
+    if job.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def losses_of(scores: Sequence[Tensor]) -> Tensor:
+    """The sum of a loss that differs from token to token; of `ShardedJob`."""
+    weights = [torch.linspace(0.5, 2.0, len(one), dtype=one.dtype) for one in scores]
+    return sum((-(weight * one).sum() for weight, one in zip(weights, scores)), torch.zeros((), dtype=torch.float64))
+
+
+def sharded_step(group: Any, job: ShardedJob) -> tuple[float, float]:
+    """The errors of the loss and of the gradients of a step under FSDP2, against plain rows in this process."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    rows, model = some_rows(job.family), made(job)
+    own = [rows[k] for k in job.ranks[dist.get_rank(group)]]
+    every = [rows[k] for ranks in job.ranks for k in ranks]
+    with PureFloat64():
+        loss, alone = plain_gradients(model, every, losses_of)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        if job.shards == "blocks":
+            for module in list(model.modules()):
+                if isinstance(module, nn.ModuleList):
+                    for block in module:
+                        fully_shard(block, mesh=mesh)
+        engine = tt.TreeEngine(fully_shard(model, mesh=mesh), budget=job.budget)
+        calls_answer(engine, keeps_gradients=lambda _: not job.reduces_each)
+        if job.run == "score":
+            scored = engine.score(own)
+            total = losses_of(scored.logprobs)
+            if own:
+                (total * 2).backward()  # gradients are averaged over two ranks
+            scored.backward()
+            found = sum(engine.ranks.gather(float(total.detach())))
+        else:
+
+            def weighted(logprobs: Tensor, _entropies: Any, _row: tt.Trajectory) -> tuple[Tensor, dict]:
+                return losses_of([logprobs]), {}
+
+            halves = [own[: len(own) // 2], own[len(own) // 2 :]] if job.run == "two calls" else [own]
+            found = 0.0
+            for number, half in enumerate(halves):
+                last = number == len(halves) - 1
+                found += engine.forward_backward(half, weighted, normaliser=1.0, sync=last).loss
+    gradients = []
+    for p in model.parameters():
+        if p.requires_grad:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten())
+    return abs(found - loss) / abs(loss), linear.relative_error(torch.cat(gradients), alone)
+
+
+def refusal_of_ranks(group: Any) -> str:
+    """What ranks that divide the tokens of parts say to rows with images."""
     try:
-        tt.TreeEngine(model).score(some_rows())
+        tt.TreeEngine(image_model("Qwen3-VL", torch.float32), context=group).score(some_rows())
     except tt.UnsupportedModel as error:
         return str(error)
     return ""

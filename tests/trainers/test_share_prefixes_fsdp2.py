@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import test_async_grpo
+import test_rows_with_images as with_images
 import torch
 import torch.distributed as dist
 import yaml
@@ -34,6 +35,8 @@ from treetrain.parallel.process_group import is_shard, is_sharded
 from treetrain.trainers import step_scores
 
 pytestmark = needs_sharding_on_cpus
+BUILDERS["images"] = with_images.build_images
+IN_ORDER = {"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 
 
@@ -107,6 +110,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", TWO),
     "grpo lora within a budget": ("grpo", {**TWO, "lora": True, "budget": 60}),
     "rloo": ("rloo", {}),
+    "images": ("images", {"gradient_accumulation_steps": 2, **IN_ORDER}),
+    "images within a budget": ("images", {"budget": 20, **IN_ORDER}),
+    "images lora": ("images", {"lora": True, **IN_ORDER}),
 }
 
 
@@ -122,7 +128,7 @@ def check(processes: Processes, case: str, folder: Any, steps: int, size: int = 
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("case", ["sft", "grpo lora within a budget"])
+@pytest.mark.parametrize("case", ["sft", "images within a budget", "grpo lora within a budget"])
 def test_two_processes_train_the_same_with_shared_prefixes(two, tmp_path, case):
     check(two, case, tmp_path, 2)
 
@@ -143,6 +149,22 @@ def test_two_processes_are_the_same_after_twenty_steps(two, case, tmp_path, reco
 @pytest.mark.parametrize("case", ["plain", "sft", "dpo", "grpo", "sft within a budget", "grpo lora within a budget"])
 def test_four_processes_are_the_same_after_twenty_steps(four, case, tmp_path, record_property):
     record_property("errors", check(four, case, tmp_path, 20, size=4))
+
+
+def without_images_on_one(group: Any, folder: str) -> dict[str, Any]:
+    """Two steps, in the second of which one rank has text alone, against plain DistributedDataParallel."""
+    settings = {"steps": 2, **IN_ORDER, "per_device_train_batch_size": 4}
+    shared = run(group, "images", folder, True, evaluate=False, **settings)
+    with launched(group):
+        plain = train(BUILDERS["images"], Path(folder), shared=False, ddp_backend="gloo", **settings)
+    assert plain.trainer.accelerator.num_processes == 2 and not is_sharded(plain.trainer.model)
+    return compared(difference(shared, plain), shared)
+
+
+@pytest.mark.slow
+def test_a_process_may_have_text_alone(two, tmp_path):
+    for rank in two.run(without_images_on_one, str(tmp_path), timeout=400):
+        assert max(rank["metrics"], rank["weights"]) <= 1e-5 and rank["updates"] <= 1e-4
 
 
 def three(group: Any, name: str, folder: str) -> list[float]:

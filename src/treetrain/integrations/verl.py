@@ -134,7 +134,8 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         """Make the engine with this batch's temperature and budget, which only checks the model."""
         if media := extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs") or []):
             raise UnsupportedModel(
-                f"the batch has multi_modal_inputs ({', '.join(media)}), which no tree of verl's rows supports yet; "
+                f"the batch has multi_modal_inputs ({', '.join(media)}), which no tree of verl's rows supports yet: "
+                "verl replaces these models' forward by its own, which calls the encoder for the rows of one call; "
                 "unset VERL_ENGINE_VENDOR"
             )
         temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()

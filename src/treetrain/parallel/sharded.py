@@ -8,11 +8,15 @@ same passes, so they run stand-ins together, each over the whole token.
 
     rank 0:        forward a    stand-in     backward a   stand-in
     rank 1:        forward b    forward c    backward c   backward b
+
+An image encoder runs within the first pass, on all ranks if one has images. Its backward waits for the gradients of all
+parts: it joins that of one more stand-in, the last pass of all ranks.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +69,35 @@ class PassesTogether(Extension):
         return True
 
 
+class ShardedEncoder(Extension):
+    """Modules beside the layers that all ranks run once in a run, within its first pass, if one of them has to."""
+
+    def offer(self) -> Any:
+        """Return what the other ranks must know before a run."""
+        raise NotImplementedError
+
+    def agree(self, offers: Sequence[Any], *, gradients: bool) -> bool:
+        """Prepare a run by the offers of all ranks; return whether the modules run backward in it."""
+        raise NotImplementedError
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Inside the block, which holds all passes, these take what the modules have made."""
+        raise NotImplementedError
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what the modules have made, with its gradients, when all other backwards are over."""
+        raise NotImplementedError
+
+
 class Sharded(Extension):
     """Steps one rank through the common order of passes."""
 
     within_hooks = True
 
-    def __init__(self, model: nn.Module, value_head: nn.Module | None, ranks: Ranks):
-        self._model, self._ranks = model, ranks
+    def __init__(
+        self, model: nn.Module, value_head: nn.Module | None, ranks: Ranks, encoder: ShardedEncoder | None = None
+    ):
+        self._model, self._ranks, self._encoder = model, ranks, encoder
         self._shards = sharded_modules(model, value_head)
         self._turns: list[Turn] = []
         self._next = 0
@@ -83,12 +109,13 @@ class Sharded(Extension):
         self._idle_pass, self._next = idle_pass, 0
         own = plan.phases if gradients else ("", "P" * plan.num_parts)
         waits = gradients and self.reduces != "never" and bool(waiting_gradients(*self._shards))
-        answers = self._ranks.exchange((own, waits))
+        answers = self._ranks.exchange((own, waits, None if self._encoder is None else self._encoder.offer()))
         # No rank knows its loss, and runs backward, before all have been scored.
-        scored, rest = (common_order(orders) for orders in zip(*(o for o, _ in self._ranks.per_data_rank(answers))))
-        if not scored + rest and any(waits for _, waits in answers):
-            # Stand-ins, which reduce what earlier calls left.
-            scored, rest = [Turn("forward", ())], [Turn("backward", ())]
+        scored, rest = (common_order(orders) for orders in zip(*(o for o, *_ in self._ranks.per_data_rank(answers))))
+        self._encodes = self._encoder is not None and self._encoder.agree([o for *_, o in answers], gradients=gradients)
+        if self._encodes or (not scored + rest and any(waits for _, waits, _ in answers)):
+            # Stand-ins, which run the encoder backward, or reduce what earlier calls left.
+            rest += [Turn("forward", ()), Turn("backward", ())]
         self._turns, self._scored = scored + rest, len(scored)
         self._last_backward = max((n for n, turn in enumerate(self._turns) if turn.kind == "backward"), default=-1)
 
@@ -97,9 +124,10 @@ class Sharded(Extension):
         if self.reduces != "each":
             self._set_reducing(False)
         try:
-            yield
-            # A block without backwards ends when all are scored; the rest comes in a later block.
-            self._stand_in_until(lambda _: graph and not backward and self._next >= self._scored)
+            with nullcontext() if self._encoder is None else self._encoder.attached():
+                yield
+                # A block without backwards ends when all are scored; the rest comes in a later block.
+                self._stand_in_until(lambda _: graph and not backward and self._next >= self._scored)
             if not graph or backward:
                 self._idle_outputs.clear()
         finally:
@@ -135,8 +163,13 @@ class Sharded(Extension):
             self._take_turn()
             if kind == "backward":
                 # This rank's own passes are over, and it has stood in for more forwards than backwards.
-                if outputs := self._idle_outputs.pop():
-                    torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+                pairs = [(output, torch.zeros_like(output)) for output in self._idle_outputs.pop()]
+                if self._encodes and self._next == len(self._turns):
+                    assert self._encoder is not None
+                    pairs += self._encoder.gradients()
+                if pairs:
+                    with torch.autocast(pairs[0][0].device.type, enabled=False):
+                        torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
                 continue
             with torch.set_grad_enabled(kind == "forward"):
                 scores = self._idle_pass()

@@ -15,6 +15,7 @@ from treetrain.core.engine.extension import Extension, Reduces
 from treetrain.core.engine.ranks import Ranks
 from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.capability import Capabilities
+from treetrain.core.hf.tree_mode import instance_of
 from treetrain.core.losses.protocol import Loss, UserLoss
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.layout import PackedLayout
@@ -35,7 +36,7 @@ from treetrain.parallel.process_group import (
     unwrapped,
     waiting_gradients,
 )
-from treetrain.parallel.sharded import PassesTogether, Sharded, plan_together
+from treetrain.parallel.sharded import PassesTogether, Sharded, ShardedEncoder, plan_together
 from treetrain.parallel.tensor_parallel import TensorParallel, tensor_parallel_ranks
 
 
@@ -102,7 +103,9 @@ class GroupSharing(Sharing):
         if not self.ranks.alone and self.same_rows.alone:  # ranks with the same rows compile at the same time
             _warm_up_attention(self._model)
 
-    def extensions(self, capabilities: Capabilities) -> tuple[list[Extension], list[Extension]]:
+    def extensions(
+        self, capabilities: Capabilities, within: Sequence[Extension]
+    ) -> tuple[list[Extension], list[Extension]]:
         outer: list[Extension] = []
         if not self.tensor.alone:
             outer.append(TensorParallel(self._model, capabilities, self.tensor))
@@ -111,12 +114,13 @@ class GroupSharing(Sharing):
         inner: list[Extension] = []
         if not self.passes_with.alone:
             inner.append(PassesTogether(self.passes_with, self.same_rows, self.ranks))
+        encoder = instance_of(ShardedEncoder, within)
         if self.collective and any(map(is_partitioned, self._model.parameters())):
             from treetrain.parallel.zero import Partitioned
 
-            inner.append(Partitioned(self._model, self._value_head, self.ranks, self._zero))
+            inner.append(Partitioned(self._model, self._value_head, self.ranks, encoder, self._zero))
         elif self.collective:
-            inner.append(Sharded(self._model, self._value_head, self.ranks))
+            inner.append(Sharded(self._model, self._value_head, self.ranks, encoder))
         return outer, inner
 
     def agree_on_plan(self, ranks: Ranks, layout: PackedLayout, free: int | None) -> int | None:

@@ -26,7 +26,7 @@ from treetrain.core.head.lm_head import Scores
 from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import forward_hooks, hooks_replaced
 from treetrain.parallel.process_group import is_partitioned
-from treetrain.parallel.sharded import Sharded
+from treetrain.parallel.sharded import Sharded, ShardedEncoder
 
 _INPUTS = "ds_grads_remaining"
 """DeepSpeed's field of a module: inputs of its last forward that have not had their gradients yet."""
@@ -39,8 +39,15 @@ class Partitioned(Sharded):
         zero: the DeepSpeedEngine that gets the gradients; None leaves each rank its own, whole in ``.grad``.
     """
 
-    def __init__(self, model: nn.Module, value_head: nn.Module | None, ranks: Ranks, zero: Any):
-        super().__init__(model, value_head, ranks)
+    def __init__(
+        self,
+        model: nn.Module,
+        value_head: nn.Module | None,
+        ranks: Ranks,
+        encoder: ShardedEncoder | None,
+        zero: Any,
+    ):
+        super().__init__(model, value_head, ranks, encoder)
         self._zero = zero
         self._inputs: dict[nn.Module, int] = {}
         self._in_backward = False
@@ -81,8 +88,23 @@ class Partitioned(Sharded):
         if self._zero is not None:
             self._in_backward = True
             self._zero.optimizer.clear_backward_seen_flag()  # what this backward reduces is added to the rank's share
+            if self._encoder is not None and self._zero.optimizer.micro_step_id == 0:
+                self._drop_old_gradients()
             self._zero.set_gradient_accumulation_boundary(self.reduces != "never")
             self._zero.optimizer.backward_prologue()
+
+    def _drop_old_gradients(self) -> None:
+        """Set the rank's share of the gradients to zero at the beginning of a step.
+
+        DeepSpeed replaces those of the step before in a step's first backward. An encoder gets its own in the last one,
+        or in none, and would keep the old ones.
+        """
+        optimizer = self._zero.optimizer
+        optimizer.grad_partitions_flat_buffer.zero_()
+        if optimizer.offload_optimizer:
+            for weights in optimizer.fp32_partitioned_groups_flat:
+                if weights.grad is not None:
+                    weights.grad.zero_()
 
     def _end_backward(self) -> None:
         """Reduce what is left in the buckets; a collective call, at the same place on all ranks."""

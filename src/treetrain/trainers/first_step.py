@@ -174,11 +174,18 @@ def sample(
     predicts = bool(chosen)
     if sharing.collective and not predicts:  # it can run the passes with ranks that predict something
         question = _all_labelled(question, engine.model)
-        chosen = rows_to_compare(question.rows.ids, question.rows.masks, question.rows.spans)
-    all_predict, all_run = zip(*sharing.ranks.exchange((predicts, bool(chosen))))
-    compares = any(all_predict) and (all(all_run) or not sharing.collective)
-    if not compares or not chosen:
-        return None, compares
+    # The plain model calls its encoder for rows with images alone. Where passes are collective, all ranks must call it.
+    kinds: list[list[int]] = [chosen]
+    if sharing.collective:
+        rows = question.rows
+        has = [bool(rows.images and rows.images[k]) for k in range(len(rows.ids))]
+        of_kinds = [[k for k, of_row in enumerate(has) if of_row == kind] for kind in (True, False)]
+        kinds = [rows_to_compare(rows.ids, rows.masks, rows.spans, among) for among in of_kinds]
+    all_predict, all_run = zip(*sharing.ranks.exchange((predicts, [bool(kind) for kind in kinds])))
+    together = [number for number, run in enumerate(zip(*all_run)) if all(run)] if sharing.collective else [0]
+    if not any(all_predict) or not together or not kinds[together[0]]:
+        return None, any(all_predict) and bool(together)
+    chosen = kinds[together[0]]
     return _small_sample(question, chosen, engine, alone=alone, ranks=sharing.passes_with), True
 
 
@@ -509,13 +516,20 @@ def _layout_of(batch: ModelInputs, rows: Rows) -> tuple[str, str]:
 
 
 def rows_to_compare(
-    ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]], spans: Sequence[Span] = ()
+    ids: list[Integer[np.ndarray, " _"]],
+    masks: list[Bool[np.ndarray, " _"]],
+    spans: Sequence[Span] = (),
+    among: Sequence[int] | None = None,
 ) -> list[int]:
     """Choose a few rows with something to predict: the two that share most, and a neighbour in prefix order.
 
     If rows have padding on their left, one of them is chosen: their positions may be others than a row's own.
+
+    Args:
+        among: the numbers of the rows to choose among; None: all.
     """
-    wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
+    among = range(len(ids)) if among is None else among
+    wanted = [k for k in among if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
         return wanted
     order, shared = zip(*sorted_by_prefix(wanted, ids.__getitem__))

@@ -77,8 +77,10 @@ class Sharing:
     def check_model(self, capabilities: Capabilities) -> None:
         """Raise UnsupportedModel for a model that these processes cannot divide."""
 
-    def extensions(self, capabilities: Capabilities) -> tuple[list[Extension], list[Extension]]:
-        """The extensions of sharing, for a call: those around all others, and those within all others."""
+    def extensions(
+        self, capabilities: Capabilities, within: Sequence[Extension]
+    ) -> tuple[list[Extension], list[Extension]]:
+        """The extensions of sharing, for a call: those around all others, and those around none but `within`."""
         return [], []
 
     def agree_on_plan(self, ranks: Ranks, layout: PackedLayout, free: int | None) -> int | None:
@@ -508,12 +510,13 @@ class Call:
             balanced, balance, scale: see `Feature.extension`.
             reduces: which backwards reduce gradients over processes.
         """
-        extensions, inner = self.sharing.extensions(self.capabilities)
+        within, others = list[Extension](), list[Extension]()
         for feature in self.registry.features:
             made = feature.extension(self, tree, balanced=balanced, scale=scale, balance=balance)
             if made is not None:
-                (inner if feature.within_sharing else extensions).append(made)
-        extensions += inner
+                (within if feature.within_sharing else others).append(made)
+        outer, inner = self.sharing.extensions(self.capabilities, within)
+        extensions = [*outer, *others, *inner, *within]
         for extension in extensions:
             extension.reduces = reduces
         self.attach_hooks(extensions)
