@@ -107,6 +107,7 @@ STAGES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "plain": ((2, 3), TWO),
     "plain, clipped, budget": ((1, 3), CLIPPED),
     "plain, one rank without labels": ((2, 3), ONE_WITHOUT),
+    "plain, experts, one rank without labels": ((1, 2, 3), {"moe": True, **ONE_WITHOUT}),
     "plain, small buckets": ((2,), {"config": SMALL_BUCKETS, **FOUR}),
     "plain, checkpointing, budget": ((3,), {"gradient_checkpointing": True, "budget": 40}),
     "plain, packed, budget": ((3,), {"packed": True, "budget": 40, **TWO}),

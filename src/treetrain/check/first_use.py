@@ -341,9 +341,11 @@ def _plain_forward(model: nn.Module, ids: Tensor) -> Tensor:
     # See `ModelPasses.call`: accelerate's autocast cannot be entered twice.
     if "_original_forward" in vars(model) and torch.is_autocast_enabled(ids.device.type):
         forward = vars(model)["_original_forward"]
-    while (inner := getattr(forward, "plain", None)) is not None:  # a trainer's, which answers calls from trees
-        forward = inner
-    with nullcontext() if forward is None else replaced(model, forward=forward):
+    plain = {"forward": forward, "_call_impl": vars(model).get("_call_impl")}
+    for name, call in plain.items():
+        while (inner := getattr(call, "plain", None)) is not None:  # a trainer's, which answers calls from trees
+            plain[name] = call = inner
+    with replaced(model, **{name: call for name, call in plain.items() if call is not None}):
         return model(input_ids=ids, use_cache=False).logits
 
 
