@@ -157,8 +157,9 @@ def collate(rows: list[dict[str, Any]], name: str = "Qwen3-VL") -> dict[str, Any
 
 
 def plain(name: str, settings: dict[str, Any], dtype: torch.dtype, lora: bool) -> Trainer:
+    plain_model = model(name, dtype)
     return Trainer(
-        model(name, dtype),
+        get_peft_model(plain_model, adapter()) if lora else plain_model,
         TrainingArguments(**settings, remove_unused_columns=False),
         train_dataset=questions(32, name),
         data_collator=functools.partial(collate, name=name),
@@ -170,11 +171,7 @@ def build_images(settings: dict[str, Any], dtype: torch.dtype, _folder: Any, *, 
 
     Plain FSDP2 and DeepSpeed fail where the rows of one rank have none: it reduces gradients that the other one lacks.
     """
-    trainer = plain("Qwen3-VL", settings, dtype, False)
-    if lora:
-        trainer = Trainer(
-            get_peft_model(trainer.model, adapter()), trainer.args, trainer.data_collator, trainer.train_dataset
-        )
+    trainer = plain("Qwen3-VL", settings, dtype, lora)
     trainer.eval_dataset = trainer.train_dataset[:8]
     return trainer
 

@@ -304,6 +304,19 @@ def test_padding_that_positions_count_is_seen_and_rows_by_themselves_go_on(two: 
         assert_padding_is_seen(*found)
 
 
+def without_images_on_one(group: Any, folder: str) -> Difference:
+    """Two steps with shared prefixes, in the second of which one rank has text alone, under ZeRO-3 and ZeRO-2.
+
+    Plain DeepSpeed cannot be compared: its ranks would reduce other weights.
+    """
+    return difference(*(run(group, "images", folder, 2, stage, {}, True, **IN_ORDER | FOUR) for stage in (3, 2)))
+
+
+def test_a_process_may_have_text_alone(two: Processes, tmp_path):
+    for found in two.run(without_images_on_one, str(tmp_path), timeout=400):
+        assert max(found.metrics, found.weights) <= 1e-5 and found.updates <= 1e-4
+
+
 BF16 = {"bf16": {"enabled": True}}
 
 
