@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, reduce
@@ -48,6 +48,7 @@ from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.losses.facts import Facts, Metrics, add_metrics, describe, mean_metrics
 from treetrain.core.losses.protocol import Loss, LossProtocol, StepResult, as_loss, summed
 from treetrain.core.planning.make import PART_TOKENS
+from treetrain.core.tree import trajectory as core
 from treetrain.core.tree.token_tree import as_tree
 from treetrain.core.tree.trajectory import PER_TOKEN_FACTS
 from treetrain.engine import TreeEngine, loaded
@@ -230,7 +231,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     # ---- Adapters ----
 
-    def _train_adapters(self, held_out: dict[str, Sequence[Trajectory] | None]) -> bool:
+    def _train_adapters(self, held_out: Mapping[str, Sequence[Trajectory] | None]) -> bool:
         """Unfreeze the adapters that rows name, since peft freezes all but the active one; False if none is named.
 
         Raises:
@@ -265,7 +266,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             return None
         return adapters.named_by_keys(self.model, rows)
 
-    def _adapters_of(self, rows: Sequence[Trajectory]) -> list[str] | None:
+    def _adapters_of(self, rows: Sequence[core.Trajectory]) -> list[str] | None:
         """The adapter of each row; None if all go through the active one."""
         return adapters.named_by_keys(self.accelerator.unwrap_model(self.model), rows) if self._by_adapter else None
 

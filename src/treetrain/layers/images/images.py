@@ -158,7 +158,7 @@ class ShardedImages(Images, ShardedEncoder):
             return None
         smallest = min(self._images.distinct, key=lambda image: image.inputs["pixel_values"].size)
         arrays = smallest.inputs.items()
-        return [(name, x.shape, x.ravel()[:1] * 0 if name == "pixel_values" else x) for name, x in arrays]
+        return [(name, x.shape, np.zeros_like(x.ravel()[:1]) if name == "pixel_values" else x) for name, x in arrays]
 
     def agree(self, offers: Sequence[list[tuple[str, tuple[int, ...], np.ndarray]] | None], *, gradients: bool) -> bool:
         offer = next((one for one in offers if one is not None), None)
