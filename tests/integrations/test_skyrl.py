@@ -16,11 +16,29 @@ PLACE = slice(None), slice(None, None, -1)
 """The rows of each rank: SkyRL gives all ranks as many."""
 
 
-def make_batch(rank: int, loss: str) -> Any:
+def image_prompts() -> list[tuple[list[int], dict[str, Any]]]:
+    """A prompt for each response, with what a processor makes of its images: equal ids have another image, too."""
+    from support.images import Picture, image, joined
+
+    cat, dog, far = image(1), image(2), image(3, 2, 4)
+    # Here a micro-batch has a row of text beside one with images, which SkyRL's own forward needs.
+    given = [[5, cat, 7], [5, cat, 7], [5, dog, 7], [5, 6, 11], [cat, 12, far], [5, cat, 7]]
+    prompts = []
+    for parts in given:
+        ids = [token for part in parts for token in (part.tokens if isinstance(part, Picture) else [part])]
+        seen = [part.inputs for part in parts if isinstance(part, Picture)]
+        prompts.append((ids, joined(*seen) if seen else {name: array[:0] for name, array in cat.inputs.items()}))
+    return prompts
+
+
+def make_batch(rank: int, loss: str, images: bool = False) -> Any:
     """A batch as SkyRL's trainer sends it to its workers: every response ends at the right."""
-    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+    from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch
 
     prompts, responses = PROMPTS[PLACE[rank]], RESPONSES[PLACE[rank]]
+    pictures: list[dict[str, Any]] = []
+    if images:
+        prompts, pictures = zip(*image_prompts()[PLACE[rank]])  # type: ignore[assignment]
     length = max(map(len, responses))
     total = max(len(p) + len(r) for p, r in zip(prompts, responses))
     ids, mask = torch.zeros(len(prompts), total, dtype=torch.long), torch.zeros(len(prompts), total, dtype=torch.long)
@@ -46,6 +64,8 @@ def make_batch(rank: int, loss: str) -> Any:
             },
         }
     )
+    for name in pictures[0] if images else ():
+        batch[name] = TensorList([torch.from_numpy(own[name]) for own in pictures])
     batch.metadata = {"response_length": length}
     return batch
 
@@ -85,7 +105,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def compare(rank: int, world: int, port: int, folder: str, loss: str | None, changes: dict, queue: Any) -> None:
+def compare(
+    rank: int, world: int, port: int, folder: str, loss: str | None, images: bool, changes: dict, queue: Any
+) -> None:
     """Run both workers on a rank and put the differences into a queue."""
     from omegaconf import OmegaConf
 
@@ -110,11 +132,12 @@ def compare(rank: int, world: int, port: int, folder: str, loss: str | None, cha
         return float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
 
     real = make_batch(rank, "ppo")["response_mask"].bool()
-    scores = [worker.forward(make_batch(rank, "ppo")).loss_fn_outputs for worker in workers]
+    scores = [worker.forward(make_batch(rank, "ppo", images)).loss_fn_outputs for worker in workers]
     plain, tree = (torch.tensor([row["logprobs"] for row in score])[real] for score in scores)
     found["forward"] = difference(tree, plain)
     for step in range(3):
-        outputs = [worker.forward_backward(make_batch(rank, loss or "ppo"), loss_fn=loss) for worker in workers]
+        batches = [make_batch(rank, loss or "ppo", images) for _ in workers]
+        outputs = [worker.forward_backward(batch, loss_fn=loss) for worker, batch in zip(workers, batches)]
         plain, tree = outputs
         assert tree.metrics.pop("tree/overlap") > 0.2
         assert plain.metrics.keys() == tree.metrics.keys()
@@ -176,7 +199,34 @@ KL_AND_ENTROPY = {
 def test_log_probabilities_losses_metrics_and_gradients_are_skyrls(
     folder: str, world: int, loss: str | None, changes: dict
 ) -> None:
-    of_ranks = on_fresh_ranks(compare, world, folder, loss, changes)
+    check_differences(on_fresh_ranks(compare, world, folder, loss, False, changes))
+
+
+@pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL"])
+def image_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small model for images and text as SkyRL loads it."""
+    from support.images import image_model
+
+    path = str(tmp_path_factory.mktemp("skyrl") / "model")
+    model = image_model(request.param, torch.float32, tokens={"tie_word_embeddings": True})
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (1, {"algorithm": KL_AND_ENTROPY}),
+        (2, {"algorithm": KL_AND_ENTROPY, "policy": {"model": {"lora": {"rank": 4, "alpha": 8}}}}),
+        (2, {"max_tokens_per_microbatch": 28}),
+    ],
+    ids=["1", "2-ranks-lora", "2-ranks-recomputed"],
+)
+def test_rows_with_images_are_skyrls(image_folder: str, world: int, changes: dict) -> None:
+    check_differences(on_fresh_ranks(compare, world, image_folder, None, True, changes))
+
+
+def check_differences(of_ranks: list[dict[str, float]]) -> None:
     found = {name: max(told[name] for told in of_ranks) for name in of_ranks[0]}
     assert {"forward", "gradients 2", "gradient norm 2"} <= set(found)
     wrong = {name: value for name, value in found.items() if not value <= 2e-5}
