@@ -1,5 +1,6 @@
 """SkyRL's own policy worker, batches and losses, against the same with `TreePolicyWorker`, on CPUs with gloo."""
 
+import copy
 import importlib
 import os
 from pathlib import Path
@@ -22,7 +23,7 @@ def image_prompts() -> list[tuple[list[int], dict[str, Any]]]:
 
     cat, dog, far = image(1), image(2), image(3, 2, 4)
     # Here a micro-batch has a row of text beside one with images, which SkyRL's own forward needs.
-    given = [[5, cat, 7], [5, cat, 7], [5, dog, 7], [5, 6, 11], [cat, 12, far], [5, cat, 7]]
+    given = [[5, cat, 7], [5, dog, 7], [5, cat, 7], [5, 6, 11], [cat, 12, far], [5, cat, 7]]
     prompts = []
     for parts in given:
         ids = [token for part in parts for token in (part.tokens if isinstance(part, Picture) else [part])]
@@ -202,28 +203,21 @@ def test_log_probabilities_losses_metrics_and_gradients_are_skyrls(
     check_differences(on_fresh_ranks(compare, world, folder, loss, False, changes))
 
 
-@pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL"])
-def image_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model for images and text as SkyRL loads it."""
+@pytest.mark.parametrize(
+    ("family", "world", "changes"),
+    [
+        ("Qwen2.5-VL", 1, {"algorithm": KL_AND_ENTROPY}),
+        ("Qwen3-VL", 2, {"algorithm": KL_AND_ENTROPY, "policy": {"model": {"lora": {"rank": 4, "alpha": 8}}}}),
+        ("Qwen3-VL", 2, {"max_tokens_per_microbatch": 28}),
+    ],
+    ids=["one-process", "2-ranks-lora", "2-ranks-recomputed"],
+)
+def test_rows_with_images_are_skyrls(tmp_path: Path, family: str, world: int, changes: dict) -> None:
     from support.images import image_model
 
-    path = str(tmp_path_factory.mktemp("skyrl") / "model")
-    model = image_model(request.param, torch.float32, tokens={"tie_word_embeddings": True})
-    model.save_pretrained(path)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("world", "changes"),
-    [
-        (1, {"algorithm": KL_AND_ENTROPY}),
-        (2, {"algorithm": KL_AND_ENTROPY, "policy": {"model": {"lora": {"rank": 4, "alpha": 8}}}}),
-        (2, {"max_tokens_per_microbatch": 28}),
-    ],
-    ids=["1", "2-ranks-lora", "2-ranks-recomputed"],
-)
-def test_rows_with_images_are_skyrls(image_folder: str, world: int, changes: dict) -> None:
-    check_differences(on_fresh_ranks(compare, world, image_folder, None, True, changes))
+    model = image_model(family, torch.float32, tokens={"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    check_differences(on_fresh_ranks(compare, world, str(tmp_path), None, True, changes))
 
 
 def check_differences(of_ranks: list[dict[str, float]]) -> None:
@@ -249,6 +243,49 @@ def test_settings_and_batches_that_no_tree_supports_are_refused_by_name() -> Non
     batch["sub_seq_lengths"] = torch.zeros(len(PROMPTS), 1)
     with pytest.raises(UnsupportedModel, match="sub_seq_lengths"):
         worker.forward_backward(batch)
+
+
+def test_images_that_skyrl_leaves_out_or_gives_to_other_rows_are_refused() -> None:
+    importlib.import_module("support.skyrl_cpu")
+    from types import SimpleNamespace
+
+    from support.images import IMAGE, image, image_model
+    from treetrain import TreeEngine
+    from treetrain.core.errors import DataError, UnsupportedModel
+    from treetrain.integrations.skyrl import ScoresOfRows, TreePolicyWorker
+
+    model, batch = image_model("Qwen3-VL", torch.float32), make_batch(0, "ppo", images=True)
+    worker = object.__new__(TreePolicyWorker)
+    worker.cfg = SimpleNamespace(micro_train_batch_size_per_gpu=2, max_tokens_per_microbatch=-1)
+    worker.model = SimpleNamespace(model=model.model.language_model, is_vlm=False)
+    with pytest.raises(
+        UnsupportedModel, match=r"pixel_values and image_grid_thw.*Qwen3VLTextModel.*language_model_only=False"
+    ):
+        worker.forward_backward(batch)
+    engine = TreeEngine(model)
+    whole, tall, wide = image(1).inputs, image(1, 2, 4).inputs, image(1, 1, 4).inputs
+    text = {name: array[:0] for name, array in whole.items()}
+    # Row 0 has four tokens of an image, row 3 text alone.
+    for row, images, last, message in (
+        (0, whole | {"pixel_values": text["pixel_values"]}, None, r"row 0 of SkyRL's batch.*pixel_values does not fit"),
+        (0, tall, None, r"an image with image_grid_thw \[1, 4, 8\] has 8 features, but 4 tokens"),
+        (0, text, None, rf"row 0 of SkyRL's batch has 4 tokens {IMAGE}, which stand for images, and no images"),
+        (3, text, IMAGE, rf"row 3 of SkyRL's batch has 1 tokens {IMAGE}"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ScoresOfRows(engine, with_images_of_row(batch, row, images, last), entropies=False)
+    scored = ScoresOfRows(engine, with_images_of_row(batch, 1, wide), entropies=False).scored.logprobs
+    assert (scored[0] - scored[1]).abs().max() > 1e-3  # equal pixels in another grid are another image
+
+
+def with_images_of_row(batch: Any, row: int, images: dict[str, Any], last: int | None = None) -> Any:
+    """The batch with other images of a row, and another last token."""
+    changed = copy.deepcopy(batch)
+    for name, array in images.items():
+        changed[name].tensors[row] = torch.from_numpy(array)
+    if last is not None:
+        changed["sequences"][row, -1] = last
+    return changed
 
 
 def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> None:

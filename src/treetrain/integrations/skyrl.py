@@ -88,8 +88,8 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
         model: Any = self.model
         if (given := [name for name in IMAGE_INPUTS if data.get(name) is not None]) and not model.is_vlm:
             raise UnsupportedModel(
-                f"the batch has {' and '.join(given)}, and SkyRL loaded {type(causal_lm(model.model)).__name__} without "
-                "an encoder of images: its own worker would leave the images out in silence. Set "
+                f"the batch has {' and '.join(given)}, and SkyRL loaded {type(causal_lm(model.model)).__name__}, "
+                "without an encoder: its own worker would leave the images out in silence. Set "
                 "policy.language_model_only=False for a model with an encoder, or send no images"
             )
         lengths = data["attention_mask"].sum(1)
@@ -128,10 +128,10 @@ class ScoresOfRows:
             # Equal rows have equal scores, so they may share a leaf: it gets the sum of their gradients.
             experts = None if recorded is None else recorded[number].cpu()
             images = images_of_row(data, number)
-            if pictured and not images and bool((ids[real] == token).any()):
+            if pictured and not images and (count := int((ids[real] == token).sum())):
                 raise DataError(
-                    f"row {number} of SkyRL's batch has {int((ids[real] == token).sum())} tokens {token}, which stand for "
-                    "images, and no images: in SkyRL's micro-batches it would take those of other rows; give its images"
+                    f"row {number} of SkyRL's batch has {count} tokens {token}, which stand for images, and no images: "
+                    "in SkyRL's micro-batches it would take those of other rows; give its images"
                 )
             key = row_key(ids, real, experts, images)
             if key not in self._places:
@@ -145,7 +145,8 @@ class ScoresOfRows:
                 masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - actions)
         device = engine.prepared.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # as around SkyRL's own calls
-            self.scored = engine.score(rows, entropies=entropies, mask=masks, images=pictures if any(pictures) else None)
+            given = {"images": pictures} if pictured else {}
+            self.scored = engine.score(rows, entropies=entropies, mask=masks, **given)
 
     def train(self) -> None:
         """Do nothing: the model is in the mode that it was scored in."""
@@ -176,8 +177,7 @@ class ScoresOfRows:
         return logprobs, output
 
     def _places_of(self, sequences: Tensor, attention_mask: Tensor, others: Mapping[str, Any]) -> list[int | None]:
-        """The place of each row among those that were scored; None for SkyRL's filler, which evens out the micro-batches
-        of processes."""
+        """The place of each row among the scored ones; None for SkyRL's filler, which evens out micro-batches."""
         places = []
         for number, (ids, real) in enumerate(zip(sequences.cpu(), attention_mask.cpu().bool())):
             experts = None if self.recorded is None else self.recorded[number].cpu()
