@@ -145,7 +145,7 @@ class ScoresOfRows:
                 masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - actions)
         device = engine.prepared.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # as around SkyRL's own calls
-            given = {"images": pictures} if pictured else {}
+            given: dict[str, Any] = {"images": pictures} if pictured else {}
             self.scored = engine.score(rows, entropies=entropies, mask=masks, **given)
 
     def train(self) -> None:
