@@ -94,7 +94,7 @@ test-skyrl: VENV = .venv-skyrl
 test-skyrl: TORCH = torch==2.11.0
 test-skyrl:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(SKYRL) pytest beartype -e .
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(SKYRL) pytest beartype hypothesis -e .
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_skyrl.py
 
 # Axolotl's own requirements hold much that its trainer does not need.

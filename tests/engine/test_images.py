@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from support.images import (
     CONFIGURATIONS,
     IMAGE,
     LINES,
+    SIGLIP,
+    TEXT,
     TILES,
     Picture,
     image,
@@ -464,5 +467,18 @@ def test_images_with_other_features_than_tokens_are_refused_before_the_first_par
 def test_families_that_are_not_proven_are_refused_by_name():
     engine = tt.TreeEngine(make_model("qwen3", dtype=torch.float64))
     rows = [tt.Trajectory([3, 5, 4], images=image(1, 1, 1).inputs, image_token=5)]
-    with pytest.raises(tt.UnsupportedModel, match=r"Qwen3ForCausalLM.*not known to be exact.*qwen3_vl"):
+    with pytest.raises(tt.UnsupportedModel, match=r"Qwen3ForCausalLM.*not known to be exact on a tree; .*qwen3_vl"):
         engine.score(rows)
+
+
+def test_gemma_3_is_refused_with_the_reason():
+    text = transformers.Gemma3TextConfig(**TEXT, sliding_window=8, query_pre_attn_scalar=8)
+    vision = transformers.SiglipVisionConfig(**SIGLIP, image_size=4)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE
+    )
+    engine = tt.TreeEngine(transformers.Gemma3ForConditionalGeneration(config).eval())
+    with pytest.raises(
+        tt.UnsupportedModel, match=r"\(gemma3\).*see each other in both directions.*leave the images out"
+    ):
+        engine.score([row(3, image(1, family="LLaVA"), 4, 5)])

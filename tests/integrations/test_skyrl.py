@@ -1,5 +1,6 @@
 """SkyRL's own policy worker, batches and losses, against the same with `TreePolicyWorker`, on CPUs with gloo."""
 
+import copy
 import importlib
 import os
 from pathlib import Path
@@ -16,11 +17,29 @@ PLACE = slice(None), slice(None, None, -1)
 """The rows of each rank: SkyRL gives all ranks as many."""
 
 
-def make_batch(rank: int, loss: str) -> Any:
+def image_prompts() -> list[tuple[list[int], dict[str, Any]]]:
+    """A prompt for each response, with what a processor makes of its images: equal ids have another image, too."""
+    from support.images import Picture, image, joined
+
+    cat, dog, far = image(1), image(2), image(3, 2, 4)
+    # Here a micro-batch has a row of text beside one with images, which SkyRL's own forward needs.
+    given = [[5, cat, 7], [5, dog, 7], [5, cat, 7], [5, 6, 11], [cat, 12, far], [5, cat, 7]]
+    prompts = []
+    for parts in given:
+        ids = [token for part in parts for token in (part.tokens if isinstance(part, Picture) else [part])]
+        seen = [part.inputs for part in parts if isinstance(part, Picture)]
+        prompts.append((ids, joined(*seen) if seen else {name: array[:0] for name, array in cat.inputs.items()}))
+    return prompts
+
+
+def make_batch(rank: int, loss: str, images: bool = False) -> Any:
     """A batch as SkyRL's trainer sends it to its workers: every response ends at the right."""
-    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+    from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch
 
     prompts, responses = PROMPTS[PLACE[rank]], RESPONSES[PLACE[rank]]
+    pictures: list[dict[str, Any]] = []
+    if images:
+        prompts, pictures = zip(*image_prompts()[PLACE[rank]])  # type: ignore[assignment]
     length = max(map(len, responses))
     total = max(len(p) + len(r) for p, r in zip(prompts, responses))
     ids, mask = torch.zeros(len(prompts), total, dtype=torch.long), torch.zeros(len(prompts), total, dtype=torch.long)
@@ -46,6 +65,8 @@ def make_batch(rank: int, loss: str) -> Any:
             },
         }
     )
+    for name in pictures[0] if images else ():
+        batch[name] = TensorList([torch.from_numpy(own[name]) for own in pictures])
     batch.metadata = {"response_length": length}
     return batch
 
@@ -85,7 +106,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def compare(rank: int, world: int, port: int, folder: str, loss: str | None, changes: dict, queue: Any) -> None:
+def compare(
+    rank: int, world: int, port: int, folder: str, loss: str | None, images: bool, changes: dict, queue: Any
+) -> None:
     """Run both workers on a rank and put the differences into a queue."""
     from omegaconf import OmegaConf
 
@@ -110,11 +133,12 @@ def compare(rank: int, world: int, port: int, folder: str, loss: str | None, cha
         return float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
 
     real = make_batch(rank, "ppo")["response_mask"].bool()
-    scores = [worker.forward(make_batch(rank, "ppo")).loss_fn_outputs for worker in workers]
+    scores = [worker.forward(make_batch(rank, "ppo", images)).loss_fn_outputs for worker in workers]
     plain, tree = (torch.tensor([row["logprobs"] for row in score])[real] for score in scores)
     found["forward"] = difference(tree, plain)
     for step in range(3):
-        outputs = [worker.forward_backward(make_batch(rank, loss or "ppo"), loss_fn=loss) for worker in workers]
+        batches = [make_batch(rank, loss or "ppo", images) for _ in workers]
+        outputs = [worker.forward_backward(batch, loss_fn=loss) for worker, batch in zip(workers, batches)]
         plain, tree = outputs
         assert tree.metrics.pop("tree/overlap") > 0.2
         assert plain.metrics.keys() == tree.metrics.keys()
@@ -176,7 +200,27 @@ KL_AND_ENTROPY = {
 def test_log_probabilities_losses_metrics_and_gradients_are_skyrls(
     folder: str, world: int, loss: str | None, changes: dict
 ) -> None:
-    of_ranks = on_fresh_ranks(compare, world, folder, loss, changes)
+    check_differences(on_fresh_ranks(compare, world, folder, loss, False, changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "changes"),
+    [
+        ("Qwen2.5-VL", 1, {"algorithm": KL_AND_ENTROPY}),
+        ("Qwen3-VL", 2, {"algorithm": KL_AND_ENTROPY, "policy": {"model": {"lora": {"rank": 4, "alpha": 8}}}}),
+        ("Qwen3-VL", 2, {"max_tokens_per_microbatch": 28}),
+    ],
+    ids=["one-process", "2-ranks-lora", "2-ranks-recomputed"],
+)
+def test_rows_with_images_are_skyrls(tmp_path: Path, family: str, world: int, changes: dict) -> None:
+    from support.images import image_model
+
+    model = image_model(family, torch.float32, tokens={"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    check_differences(on_fresh_ranks(compare, world, str(tmp_path), None, True, changes))
+
+
+def check_differences(of_ranks: list[dict[str, float]]) -> None:
     found = {name: max(told[name] for told in of_ranks) for name in of_ranks[0]}
     assert {"forward", "gradients 2", "gradient norm 2"} <= set(found)
     wrong = {name: value for name, value in found.items() if not value <= 2e-5}
@@ -199,6 +243,49 @@ def test_settings_and_batches_that_no_tree_supports_are_refused_by_name() -> Non
     batch["sub_seq_lengths"] = torch.zeros(len(PROMPTS), 1)
     with pytest.raises(UnsupportedModel, match="sub_seq_lengths"):
         worker.forward_backward(batch)
+
+
+def test_images_that_skyrl_leaves_out_or_gives_to_other_rows_are_refused() -> None:
+    importlib.import_module("support.skyrl_cpu")
+    from types import SimpleNamespace
+
+    from support.images import IMAGE, image, image_model
+    from treetrain import TreeEngine
+    from treetrain.core.errors import DataError, UnsupportedModel
+    from treetrain.integrations.skyrl import ScoresOfRows, TreePolicyWorker
+
+    model, batch = image_model("Qwen3-VL", torch.float32), make_batch(0, "ppo", images=True)
+    worker = object.__new__(TreePolicyWorker)
+    worker.cfg = SimpleNamespace(micro_train_batch_size_per_gpu=2, max_tokens_per_microbatch=-1)
+    worker.model = SimpleNamespace(model=model.model.language_model, is_vlm=False)
+    with pytest.raises(
+        UnsupportedModel, match=r"pixel_values and image_grid_thw.*Qwen3VLTextModel.*language_model_only=False"
+    ):
+        worker.forward_backward(batch)
+    engine = TreeEngine(model)
+    whole, tall, wide = image(1).inputs, image(1, 2, 4).inputs, image(1, 1, 4).inputs
+    text = {name: array[:0] for name, array in whole.items()}
+    # Row 0 has four tokens of an image, row 3 text alone.
+    for row, images, last, message in (
+        (0, whole | {"pixel_values": text["pixel_values"]}, None, r"row 0 of SkyRL's batch.*pixel_values does not fit"),
+        (0, tall, None, r"an image with image_grid_thw \[1, 4, 8\] has 8 features, but 4 tokens"),
+        (0, text, None, rf"row 0 of SkyRL's batch has 4 tokens {IMAGE}, which stand for images, and no images"),
+        (3, text, IMAGE, rf"row 3 of SkyRL's batch has 1 tokens {IMAGE}"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ScoresOfRows(engine, with_images_of_row(batch, row, images, last), entropies=False)
+    scored = ScoresOfRows(engine, with_images_of_row(batch, 1, wide), entropies=False).scored.logprobs
+    assert (scored[0] - scored[1]).abs().max() > 1e-3  # equal pixels in another grid are another image
+
+
+def with_images_of_row(batch: Any, row: int, images: dict[str, Any], last: int | None = None) -> Any:
+    """The batch with other images of a row, and another last token."""
+    changed = copy.deepcopy(batch)
+    for name, array in images.items():
+        changed[name].tensors[row] = torch.from_numpy(array)
+    if last is not None:
+        changed["sequences"][row, -1] = last
+    return changed
 
 
 def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> None:

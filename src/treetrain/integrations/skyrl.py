@@ -13,8 +13,9 @@ All rows that a process gets in a call of `forward_backward` or `forward` are sc
 runs over its micro-batches as always: losses, metrics and their order are its own. Only the model that it calls is
 replaced, by one that looks the scores up. After the last micro-batch the tree runs backward once.
 
-Experts that the rollout recorded (``rollout_expert_indices``) replace the routers' choices. Steps whose responses train
-a turn again count it once after `count_tokens_once`.
+Experts that the rollout recorded (``rollout_expert_indices``) replace the routers' choices. Rows may have images
+(``pixel_values``, ``image_grid_thw``); a row of text beside them has empty ones, as SkyRL's lists of tensors ask for.
+Steps whose responses train a turn again count it once after `count_tokens_once`.
 """
 
 import functools
@@ -28,13 +29,12 @@ from torch import Tensor
 
 from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.core.hf.capability import causal_lm
 from treetrain.engine import TreeEngine
 from treetrain.layers.experts.recorded import without_fill
+from treetrain.layers.images.image_rows import IMAGE_INPUTS, Image, as_array
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.once import count_once
-
-NOT_ON_A_TREE = ("pixel_values", "image_grid_thw", "sub_seq_lengths")
-"""Contents of SkyRL's batches that a tree does not support."""
 
 
 class TreePolicyWorker(FSDPPolicyWorkerBase):
@@ -45,8 +45,8 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
 
     Raises:
         ValueError: a setting of SkyRL's configuration that cannot be exact on a tree, before the model is loaded.
-        UnsupportedModel: the model, or a batch with images or packed rows.
-        DataError: recorded experts that are not those of the model, or one per token.
+        UnsupportedModel: the model, packed rows, or images for a model that SkyRL loaded without its encoder.
+        DataError: recorded experts that are not those of the model, or one per token; images that do not fit their row.
     """
 
     def init_model(self, *args: object, **kwargs: object) -> None:
@@ -81,12 +81,17 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
     @contextmanager
     def _model_from_tree(self, data: Any, rows_at_once: int) -> Iterator[Scored]:
         """Score the batch; inside the block SkyRL's calls of the model get these scores."""
-        for name in NOT_ON_A_TREE:
-            if data.get(name) is not None:
-                raise UnsupportedModel(
-                    f"the batch has {name}, which no tree of SkyRL's rows supports yet; use PolicyWorker"
-                )
+        if data.get("sub_seq_lengths") is not None:
+            raise UnsupportedModel(
+                "the batch has sub_seq_lengths, which no tree of SkyRL's rows supports yet; use PolicyWorker"
+            )
         model: Any = self.model
+        if (given := [name for name in IMAGE_INPUTS if data.get(name) is not None]) and not model.is_vlm:
+            raise UnsupportedModel(
+                f"the batch has {' and '.join(given)}, and SkyRL loaded {type(causal_lm(model.model)).__name__}, "
+                "without an encoder: its own worker would leave the images out in silence. Set "
+                "policy.language_model_only=False for a model with an encoder, or send no images"
+            )
         lengths = data["attention_mask"].sum(1)
         budget = self.cfg.max_tokens_per_microbatch
         budget = budget if budget > 0 else rows_at_once * int(lengths.max())
@@ -105,7 +110,7 @@ class ScoresOfRows:
 
     Args:
         data: sequences and attention_mask [B, S], and response_length in its metadata; rollout_expert_indices
-            [B, S, layers, k] if experts were recorded.
+            [B, S, layers, k] if experts were recorded; pixel_values and image_grid_thw of each row if there are images.
         entropies: whether to score these too.
     """
 
@@ -114,25 +119,34 @@ class ScoresOfRows:
 
     def __init__(self, engine: TreeEngine, data: Any, *, entropies: bool):
         actions = data.metadata["response_length"]
-        rows = []
-        masks = []
+        pictured = any(data.get(name) is not None for name in IMAGE_INPUTS)
+        token = causal_lm(engine.model).config.image_token_id if pictured else None
+        rows, masks, pictures = [], [], []
         self._places = {}
         recorded = data.get("rollout_expert_indices")
         for number, (ids, real) in enumerate(zip(data["sequences"].cpu(), data["attention_mask"].cpu().bool())):
             # Equal rows have equal scores, so they may share a leaf: it gets the sum of their gradients.
             experts = None if recorded is None else recorded[number].cpu()
-            key = row_key(ids, real, experts)
+            images = images_of_row(data, number)
+            if pictured and not images and (count := int((ids[real] == token).sum())):
+                raise DataError(
+                    f"row {number} of SkyRL's batch has {count} tokens {token}, which stand for images, and no images: "
+                    "in SkyRL's micro-batches it would take those of other rows; give its images"
+                )
+            key = row_key(ids, real, experts, images)
             if key not in self._places:
                 self._places[key] = len(rows)
                 chosen = None
                 if experts is not None:
                     instead = "switch the recording off"
                     chosen = without_fill(experts[real].numpy(), "rollout_expert_indices of SkyRL", instead)
-                rows.append(Trajectory(ids[real], experts=chosen))
+                rows.append(Trajectory(ids[real], experts=chosen, id=f"row {number} of SkyRL's batch"))
+                pictures.append(images or None)
                 masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - actions)
         device = engine.prepared.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # as around SkyRL's own calls
-            self.scored = engine.score(rows, entropies=entropies, mask=masks)
+            given: dict[str, Any] = {"images": pictures} if pictured else {}
+            self.scored = engine.score(rows, entropies=entropies, mask=masks, **given)
 
     def train(self) -> None:
         """Do nothing: the model is in the mode that it was scored in."""
@@ -147,40 +161,54 @@ class ScoresOfRows:
         temperature: float = 1.0,
         return_output: bool = False,
         compute_entropy: bool = False,
-        **_: object,
+        **others: Any,
     ) -> Any:
         """Return log-probabilities of the last tokens [B, num_actions]; with them, on request, entropies [B, S].
 
         Padding, and tokens outside of the response, have 0.
         """
-        logprobs = self._arranged(self.scored.logprobs, sequences, attention_mask)[:, -num_actions - 1 : -1]
+        places = self._places_of(sequences, attention_mask, others)
+        logprobs = self._arranged(self.scored.logprobs, places, attention_mask)[:, -num_actions - 1 : -1]
         if not return_output:
             return logprobs
         output = {}
         if compute_entropy and self.scored.entropies is not None:
-            output["entropy"] = self._arranged(self.scored.entropies, sequences, attention_mask)
+            output["entropy"] = self._arranged(self.scored.entropies, places, attention_mask)
         return logprobs, output
 
-    def _arranged(self, scores: tuple[Tensor, ...], sequences: Tensor, attention_mask: Tensor) -> Tensor:
-        """Arrange scores as [B, S]: entry t of a row is about token t + 1."""
-        own = sequences.cpu()
-        rows = []
-        for number, (ids, real) in enumerate(zip(own, attention_mask.cpu().bool())):
+    def _places_of(self, sequences: Tensor, attention_mask: Tensor, others: Mapping[str, Any]) -> list[int | None]:
+        """The place of each row among the scored ones; None for SkyRL's filler, which evens out micro-batches."""
+        places = []
+        for number, (ids, real) in enumerate(zip(sequences.cpu(), attention_mask.cpu().bool())):
             experts = None if self.recorded is None else self.recorded[number].cpu()
-            whole = torch.zeros(len(ids), dtype=torch.float32, device=sequences.device)
-            if real.sum() > 1:
-                places = torch.nonzero(real)[:-1, 0].to(sequences.device)
-                whole = whole.index_copy(0, places, scores[self._places[row_key(ids, real, experts)]].float())
-            else:  # SkyRL's filler, which evens out the micro-batches of processes
+            key = row_key(ids, real, experts, images_of_row(others, number)) if real.sum() > 1 else None
+            places.append(None if key is None else self._places[key])
+        return places
+
+    def _arranged(self, scores: tuple[Tensor, ...], places: list[int | None], attention_mask: Tensor) -> Tensor:
+        """Arrange scores as [B, S]: entry t of a row is about token t + 1."""
+        rows = []
+        for place, real in zip(places, attention_mask):
+            whole = torch.zeros(len(real), dtype=torch.float32, device=real.device)
+            if place is None:
                 whole.requires_grad_(torch.is_grad_enabled())
+            else:
+                whole = whole.index_copy(0, torch.nonzero(real)[:-1, 0], scores[place].float())
             rows.append(whole)
         return torch.stack(rows)
 
 
-def row_key(ids: Tensor, real: Tensor, experts: Tensor | None = None) -> bytes:
-    """The tokens of a row, where they stand, and their recorded experts."""
+def images_of_row(given: Mapping[str, Any], number: int) -> dict[str, Tensor]:
+    """The images of a row of SkyRL's lists of tensors; empty for text."""
+    own = {name: given[name][number] for name in IMAGE_INPUTS if given.get(name) is not None}
+    return own if any(map(len, own.values())) else {}
+
+
+def row_key(ids: Tensor, real: Tensor, experts: Tensor | None, images: Mapping[str, Tensor]) -> bytes:
+    """The tokens of a row, where they stand, their recorded experts and a hash of their images."""
     routed = b"" if experts is None else experts[real].long().numpy().tobytes()
-    return ids[real].numpy().tobytes() + real.numpy().tobytes() + routed
+    seen = Image({name: as_array(name, x) for name, x in images.items()}).digest if images else b""
+    return ids[real].numpy().tobytes() + real.numpy().tobytes() + routed + seen
 
 
 SUMS_OF_TOKENS = ("regular", "dual_clip", "cispo")

@@ -30,6 +30,11 @@ FAMILIES = (
     *("mistral3", "internvl", "llava"),
 )
 """The model types whose images are computed on trees; tests prove each of them against its rows."""
+BOTH_DIRECTIONS = (
+    ": tokens of an image see each other in both directions there, and a part of a tree may end within an image, whose "
+    "first tokens see its last ones"
+)
+"""Why Gemma 3 is not among them."""
 
 
 class ImageFeatures(NamedTuple):
@@ -94,9 +99,10 @@ def check_images(model: nn.Module, tree: TokenTree) -> None:
     if images is None:
         return
     if inner is None or not takes_images(model):
+        why = BOTH_DIRECTIONS if config.model_type == "gemma3" else ""
         raise UnsupportedModel(
-            f"rows with images on {type(lm).__name__} ({config.model_type}) are not known to be exact on a tree; they "
-            f"are on {', '.join(FAMILIES)}. Rows of text work: leave the images out, or train without a tree."
+            f"rows with images on {type(lm).__name__} ({config.model_type}) are not known to be exact on a tree{why}; "
+            f"they are on {', '.join(FAMILIES)}. Rows of text work: leave the images out, or train without a tree."
         )
     if images.token != config.image_token_id:
         raise DataError(
