@@ -89,7 +89,9 @@ def test_an_adapter_that_mixes_tokens_is_refused_before_it_has_learned_anything(
         tt.logprobs(model, ROWS)
     before = {name: p.clone() for name, p in model.named_parameters()}
     trajectories = [tt.Trajectory(row) for row in ROWS]
-    says = rf"adapter layer \S*{target} \(lily" if target == "q_proj" else "small forest differ"
+    # In bfloat16 the adapter of q_proj changes scores by 0.007 alone, and gradients, which name no module, by 0.21.
+    named = target == "q_proj" and dtype == torch.float32
+    says = rf"adapter layer \S*{target} \(lily" if named else "small forest differ"
     for call in (
         lambda: tt.logprobs(model, ROWS),
         lambda: tt.TreeEngine(model).forward_backward(trajectories, tt.losses.sft()),
