@@ -89,7 +89,9 @@ def test_an_adapter_that_mixes_tokens_is_refused_before_it_has_learned_anything(
         tt.logprobs(model, ROWS)
     before = {name: p.clone() for name, p in model.named_parameters()}
     trajectories = [tt.Trajectory(row) for row in ROWS]
-    says = rf"adapter layer \S*{target} \(lily" if target == "q_proj" else "small forest differ"
+    # In bfloat16 the adapter of q_proj changes scores by 0.007 alone, and gradients, which name no module, by 0.21.
+    named = target == "q_proj" and dtype == torch.float32
+    says = rf"adapter layer \S*{target} \(lily" if named else "small forest differ"
     for call in (
         lambda: tt.logprobs(model, ROWS),
         lambda: tt.TreeEngine(model).forward_backward(trajectories, tt.losses.sft()),
@@ -270,9 +272,12 @@ GRADIENT_HOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", GRADIENT_HOOKS)
-def test_gradient_hooks_are_refused_unless_they_are_exact(name):
-    model = make_model("qwen3").train()
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, torch.float32) for name in GRADIENT_HOOKS] + [("of the head", torch.bfloat16)],
+)
+def test_gradient_hooks_are_refused_unless_they_are_exact(name, dtype):
+    model = make_model("qwen3", dtype=dtype).train()
     GRADIENT_HOOKS[name](model)
     engine = tt.TreeEngine(model)
     engine.logprobs(ROWS)  # without gradients there is nothing to hook
@@ -280,6 +285,27 @@ def test_gradient_hooks_are_refused_unless_they_are_exact(name):
         with pytest.raises(UnsupportedModel, match=r"gradients of a small forest differ .* remove what is not .*hook"):
             call()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_that_rounding_changes_in_the_rows_too_are_accepted_and_wrong_ones_still_refused(monkeypatch):
+    """The rows' gradients differ from those in float64 by 0.09, the tree's by 0.05, and the two by 0.12."""
+    rounding, asked = first_use._error_of_rounding, []
+    monkeypatch.setattr(first_use, "_error_of_rounding", lambda *given: asked.append(rounding(*given)) or asked[-1])
+    model = make_model("qwen3_next", dtype=torch.bfloat16, seed=3).train()
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    tt.TreeEngine(model).score(ROWS)
+    assert asked and all(0.06 < error < 0.2 for error in asked)
+    assert hooks == [dict(module._forward_hooks) for module in model.modules()]
+    head_backward_hook(model)
+    with pytest.raises(UnsupportedModel, match=r"gradients of a small forest differ .* remove what is not .*hook"):
+        tt.TreeEngine(model).score(ROWS)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_hybrid_with_heads_of_eight_numbers_in_bfloat16_is_accepted(seed):
+    """Its rows' gradients differ from those in float64 by 0.55 and 0.22."""
+    model = images.image_model("Qwen3.5", torch.bfloat16, seed)
+    tt.TreeEngine(model).score(ROWS)
 
 
 def test_a_linear_gradient_hook_on_an_activation_is_exact():
