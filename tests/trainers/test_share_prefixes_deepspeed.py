@@ -15,7 +15,6 @@ import torch.distributed as dist
 import trainer_runs
 from test_token_logprobs import reads_logits, takes_logprobs
 from trainer_runs import (
-    BUILDERS,
     Difference,
     assert_padding_is_seen,
     build_plain,
@@ -45,7 +44,7 @@ ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
 
-BUILDERS["images"] = with_images.build_images
+BUILDERS = {**trainer_runs.BUILDERS, "images": with_images.build_images}
 
 
 def start(group: Any) -> None:

@@ -15,10 +15,10 @@ import test_async_grpo
 import test_rows_with_images as with_images
 import torch
 import torch.distributed as dist
+import trainer_runs
 import yaml
 from datasets import Dataset
 from trainer_runs import (
-    BUILDERS,
     Difference,
     Run,
     assert_padding_is_seen,
@@ -35,7 +35,7 @@ from treetrain.parallel.process_group import is_shard, is_sharded
 from treetrain.trainers import step_scores
 
 pytestmark = needs_sharding_on_cpus
-BUILDERS["images"] = with_images.build_images
+BUILDERS = {**trainer_runs.BUILDERS, "images": with_images.build_images}
 IN_ORDER = {"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 
