@@ -43,12 +43,14 @@ def named_by_keys(model: Any, rows: Sequence[Trajectory]) -> list[str]:
 
 
 @contextmanager
-def trained_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the same parameters are trained: peft freezes all adapters but the active one when it switches
-    them, or loads one."""
+def trained_kept(model: nn.Module) -> Iterator[dict[str, bool]]:
+    """After the block the same parameters are trained; yields whether each is, by name.
+
+    peft freezes all adapters but the active one when it switches or loads them.
+    """
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     try:
-        yield
+        yield trained
     finally:
         for name, p in model.named_parameters():
             p.requires_grad_(trained.get(name, p.requires_grad))
@@ -118,27 +120,25 @@ class Groups:
     def active(self, name: str) -> Iterator[None]:
         """One adapter is active inside the block, and no other has ``requires_grad``."""
         model = self.model
-        flags = {p: p.requires_grad for p in model.parameters()}
         before, first = list(model.active_adapters), model.active_adapter
-        try:
-            if name != BASE:
-                model.set_adapter(name)
-                self._restrict(flags, name)
-                yield
-            else:
-                with model.disable_adapter():
-                    self._restrict(flags, name)
+        with trained_kept(model) as trained:
+            try:
+                if name != BASE:
+                    model.set_adapter(name)
+                    self._restrict(trained, name)
                     yield
-        finally:
-            model.base_model.set_adapter(before)
-            model.active_adapter = first
-            for p, flag in flags.items():
-                p.requires_grad_(flag)
+                else:
+                    with model.disable_adapter():
+                        self._restrict(trained, name)
+                        yield
+            finally:
+                model.base_model.set_adapter(before)
+                model.active_adapter = first
 
-    def _restrict(self, flags: dict[nn.Parameter, bool], name: str) -> None:
+    def _restrict(self, trained: dict[str, bool], name: str) -> None:
         reads = self._own[BASE] | self._own[name]
-        for p, flag in flags.items():
-            p.requires_grad_(flag and p in reads)
+        for at, p in self.model.named_parameters():
+            p.requires_grad_(trained[at] and p in reads)
 
 
 def parameters_of(model: nn.Module, name: str) -> set[nn.Parameter]:

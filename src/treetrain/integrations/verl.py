@@ -373,17 +373,18 @@ def rows_of(data: TensorDict, *, replays: bool) -> list[Trajectory]:
 
 def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:
     """Arrange the scores as verl's losses take them: jagged [K, L_k], the last entry of each row 0."""
-
-    def jagged(rows: Sequence[Tensor]) -> Tensor:
-        values = torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in rows])
-        return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-    found = {"log_probs": jagged(scored.logprobs)}
+    found = {"log_probs": jagged(scored.logprobs, offsets)}
     if scored.entropies is not None:
-        found["entropy"] = jagged(scored.entropies)
+        found["entropy"] = jagged(scored.entropies, offsets)
     if scored.log_sum_sq_probs is not None:
-        found["sum_pi_squared"] = jagged([row.exp() for row in scored.log_sum_sq_probs])
+        found["sum_pi_squared"] = jagged([row.exp() for row in scored.log_sum_sq_probs], offsets)
     return found
+
+
+def jagged(rows: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    """Join rows [L_k - 1] as [K, L_k]; the last entry of each is 0."""
+    values = torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in rows])
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
 def teacher_ids(data: TensorDict, read: Sequence[Tensor]) -> list[Tensor]:
@@ -408,9 +409,10 @@ def teacher_ids(data: TensorDict, read: Sequence[Tensor]) -> list[Tensor]:
 def distillation_outputs(
     scored: Scored, data: TensorDict, read: Sequence[Tensor], loss_function: Callable | None
 ) -> dict[str, Tensor]:
-    """What verl's loss on a teacher's ids reads, jagged [K, L_k]: each token's divergence, and the mass of these ids.
+    """Each token's divergence from the teacher, and the mass that both give to its ids, jagged [K, L_k].
 
-    verl's own engine computes them from all logits (``verl/trainer/distillation/fsdp/losses.py``), in the same steps.
+    verl's loss on a teacher's ids reads them. Its own engine computes them in the same steps from all logits
+    (``verl/trainer/distillation/fsdp/losses.py``).
 
     Args:
         read: marks the predictions whose log-probabilities at the teacher's ids were asked for.
@@ -437,6 +439,5 @@ def distillation_outputs(
         if least is not None:
             p, q = p.clamp_min(least), q.clamp_min(least)
         for name, values in zip(rows, (kl_divergence(log_q=q, log_p=p), *masses)):
-            rows[name].append(values.new_zeros(len(teacher)).index_put((own.nonzero()[:, 0],), values))
-    offsets = data["input_ids"].offsets()
-    return {name: torch.nested.nested_tensor_from_jagged(torch.cat(values), offsets) for name, values in rows.items()}
+            rows[name].append(values.new_zeros(len(own)).index_put((own.nonzero()[:, 0],), values))
+    return {name: jagged(values, data["input_ids"].offsets()) for name, values in rows.items()}

@@ -170,23 +170,30 @@ def sample(
             "check='rows' runs the plain model on each row by itself, which a loss with the routers' auxiliary loss of "
             "a whole batch does not allow: take True or False"
         )
-    chosen = rows_to_compare(question.rows.ids, question.rows.masks, question.rows.spans)
-    predicts = bool(chosen)
+    chosen = _rows_of_kinds(question.rows, by_images=sharing.collective)
+    predicts = any(chosen)
     if sharing.collective and not predicts:  # it can run the passes with ranks that predict something
         question = _all_labelled(question, engine.model)
-    # The plain model calls its encoder for rows with images alone. Where passes are collective, all ranks must call it.
-    kinds: list[list[int]] = [chosen]
-    if sharing.collective:
-        rows = question.rows
-        has = [bool(rows.images and rows.images[k]) for k in range(len(rows.ids))]
-        of_kinds = [[k for k, of_row in enumerate(has) if of_row == kind] for kind in (True, False)]
-        kinds = [rows_to_compare(rows.ids, rows.masks, rows.spans, among) for among in of_kinds]
-    all_predict, all_run = zip(*sharing.ranks.exchange((predicts, [bool(kind) for kind in kinds])))
-    together = [number for number, run in enumerate(zip(*all_run)) if all(run)] if sharing.collective else [0]
-    if not any(all_predict) or not together or not kinds[together[0]]:
-        return None, any(all_predict) and bool(together)
-    chosen = kinds[together[0]]
-    return _small_sample(question, chosen, engine, alone=alone, ranks=sharing.passes_with), True
+        chosen = _rows_of_kinds(question.rows, by_images=True)
+    all_predict, all_run = zip(*sharing.ranks.exchange((predicts, [bool(rows) for rows in chosen])))
+    kinds = [kind for kind, run in enumerate(zip(*all_run)) if all(run) or not sharing.collective]
+    compares = any(all_predict) and bool(kinds)
+    if not compares or not chosen[kinds[0]]:
+        return None, compares
+    return _small_sample(question, chosen[kinds[0]], engine, alone=alone, ranks=sharing.passes_with), True
+
+
+def _rows_of_kinds(rows: Rows, *, by_images: bool) -> list[list[int]]:
+    """The rows to compare; or those among rows with images, and those among rows of text.
+
+    The plain model calls its encoder for rows with images alone, so where passes are collective all ranks must compare
+    rows of one kind.
+    """
+    kinds = [range(len(rows.ids))]
+    if by_images:
+        pictured = [bool(rows.images and rows.images[k]) for k in kinds[0]]
+        kinds = [np.flatnonzero(pictured).tolist(), np.flatnonzero(np.logical_not(pictured)).tolist()]
+    return [rows_to_compare(rows.ids, rows.masks, rows.spans, among) for among in kinds]
 
 
 def _small_sample(

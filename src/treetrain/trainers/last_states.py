@@ -25,32 +25,28 @@ from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
 from treetrain.trainers.patches import OwnForward, is_fused
-from treetrain.trainers.settings import check_trainer, refuse
+from treetrain.trainers.settings import check_trainer, classes_of_trl, refuse
 
 COMPARED_ROWS = 3
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest difference of states from the plain model's in the first step, over the largest state; 0.1 in 16 bits."""
 
 
-LOGITS = (
-    *("GKDTrainer", "GOLDTrainer", "SDFTTrainer", "SDPOTrainer", "IWOPDTrainer"),
-    "ServerDistillationTrainer",
-)
+LOGITS = {"GKDTrainer", "GOLDTrainer", "IWOPDTrainer", "SDFTTrainer", "SDPOTrainer", "ServerDistillationTrainer"}
 """TRL's trainers that read logits of `model` and `teacher_model` in `compute_loss`."""
 KNOWN = {"input_ids", "attention_mask", "logits_to_keep", "use_cache", "return_dict"}
 """Arguments of such a call on which the logits depend in no other way than is followed here, or not at all."""
 
 
-def names_of(trainer: Trainer) -> set[str]:
-    """The names of its classes that are TRL's."""
-    return {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
+def reads_logits(trainer: Trainer) -> bool:
+    """Whether this is one of `LOGITS`, or a subclass."""
+    return not LOGITS.isdisjoint(classes_of_trl(trainer))
 
 
 def reads_distributions(trainer: Trainer) -> bool:
     """Whether this is TRL's `DistillationTrainer`, one of `LOGITS`, or a subclass that asks its models as they do."""
-    names = names_of(trainer)
-    states = "DistillationTrainer" in names and hasattr(type(trainer), "_get_last_hidden_state")
-    return states or bool(names & {*LOGITS})
+    states = "DistillationTrainer" in classes_of_trl(trainer) and hasattr(type(trainer), "_get_last_hidden_state")
+    return states or reads_logits(trainer)
 
 
 class SharesLastStates:
@@ -232,7 +228,7 @@ def share_distributions(trainer: Any, budget: int | str | Bytes | None, check: b
     for package in ("transformers", "trl"):
         warn_if_untested(package)
     plain = type(trainer)
-    shares = SharesLogits if names_of(trainer) & {*LOGITS} else SharesLastStates
+    shares = SharesLogits if reads_logits(trainer) else SharesLastStates
     trainer.__class__ = type(plain.__name__, (shares, plain), {"__doc__": plain.__doc__})
     trainer.last_states = states
     return trainer

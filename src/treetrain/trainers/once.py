@@ -17,6 +17,7 @@ from treetrain.core.tree.trajectory import GIVEN
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.once import count_once
 from treetrain.trainers.batches import IGNORED
+from treetrain.trainers.settings import classes_of_trl
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,7 @@ def data_counted_once(trainer: Trainer) -> Any:
         ValueError: a trainer whose loss does not read labels of single tokens, or data without rows of ids.
         DataError: two rows give one token different facts, such as `advantages` or `rollout_logprobs`.
     """
-    names = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
-    names = [name for name in names if name != "_BaseTrainer"]
+    names = classes_of_trl(trainer)
     if names and "SFTTrainer" not in names:
         why = next((REASONS[name] for name in names if name in REASONS), "has a loss that is not known here")
         raise ValueError(

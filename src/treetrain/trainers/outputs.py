@@ -29,6 +29,7 @@ from treetrain.engine import TreeEngine
 from treetrain.trainers.batches import IGNORED, ModelInputs, Rows, rows_of
 from treetrain.trainers.calls import Asks, Call
 from treetrain.trainers.patches import FUSED_SETTINGS, OwnForward, TreeForward, fused_forward
+from treetrain.trainers.settings import classes_of_trl
 
 if TYPE_CHECKING:
     from treetrain.core.engine.score import Scored
@@ -342,8 +343,7 @@ def kind_of_output(trainer: Trainer) -> type[Output]:
         UnsupportedModel: a plain trainer's model has another loss than the cross-entropy.
     """
     assert trainer.model is not None
-    names = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
-    names = [name for name in names if name != "_BaseTrainer"]
+    names = classes_of_trl(trainer)
     if names:
         for kind in OUTPUTS:
             if {*names} & {*kind.trainers}:

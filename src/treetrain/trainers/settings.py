@@ -20,6 +20,12 @@ ARGUMENTS = {
 """Arguments that must not be set, and why."""
 
 
+def classes_of_trl(trainer: Trainer) -> list[str]:
+    """The names of a trainer's classes that are TRL's, the most derived first; none for a plain trainer."""
+    names = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
+    return [name for name in names if name != "_BaseTrainer"]
+
+
 def refuse(beginning: str, refusals: Iterable[Refusal]) -> None:
     """Raise ValueError for the first setting that is refused; the message is this beginning and the reason."""
     for refused, reason in refusals:
