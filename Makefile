@@ -84,7 +84,7 @@ test-verl: VENV = .venv-verl
 test-verl:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 \
-		fastapi uvicorn TransferQueue==0.1.11 cachetools pytest beartype -e .
+		fastapi uvicorn TransferQueue==0.1.11 cachetools pytest beartype hypothesis -e .
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_verl.py
 
 # SkyRL's extras need GPUs; these are what its FSDP worker imports. It wants an older torch and transformers.

@@ -9,27 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from support.framework_runs import PROMPTS, RESPONSES, on_fresh_ranks, saved_model
+from support.framework_runs import PROMPTS, RESPONSES, image_prompts, on_fresh_ranks, saved_model
 
 pytest.importorskip("skyrl", reason="skyrl is not installed; it needs an environment of its own: make test-skyrl")
 
 PLACE = slice(None), slice(None, None, -1)
 """The rows of each rank: SkyRL gives all ranks as many."""
-
-
-def image_prompts() -> list[tuple[list[int], dict[str, Any]]]:
-    """A prompt for each response, with what a processor makes of its images: equal ids have another image, too."""
-    from support.images import Picture, image, joined
-
-    cat, dog, far = image(1), image(2), image(3, 2, 4)
-    # Here a micro-batch has a row of text beside one with images, which SkyRL's own forward needs.
-    given = [[5, cat, 7], [5, dog, 7], [5, cat, 7], [5, 6, 11], [cat, 12, far], [5, cat, 7]]
-    prompts = []
-    for parts in given:
-        ids = [token for part in parts for token in (part.tokens if isinstance(part, Picture) else [part])]
-        seen = [part.inputs for part in parts if isinstance(part, Picture)]
-        prompts.append((ids, joined(*seen) if seen else {name: array[:0] for name, array in cat.inputs.items()}))
-    return prompts
 
 
 def make_batch(rank: int, loss: str, images: bool = False) -> Any:
@@ -39,7 +24,9 @@ def make_batch(rank: int, loss: str, images: bool = False) -> Any:
     prompts, responses = PROMPTS[PLACE[rank]], RESPONSES[PLACE[rank]]
     pictures: list[dict[str, Any]] = []
     if images:
-        prompts, pictures = zip(*image_prompts()[PLACE[rank]])  # type: ignore[assignment]
+        prompts, given = zip(*image_prompts()[PLACE[rank]])  # type: ignore[assignment]
+        none = {name: array[:0] for name, array in given[0].items()}  # SkyRL's lists of tensors have one for each row
+        pictures = [own or none for own in given]
     length = max(map(len, responses))
     total = max(len(p) + len(r) for p, r in zip(prompts, responses))
     ids, mask = torch.zeros(len(prompts), total, dtype=torch.long), torch.zeros(len(prompts), total, dtype=torch.long)

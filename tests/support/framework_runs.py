@@ -13,6 +13,16 @@ RESPONSES = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 13, 14, 15], [16, 17], [18, 19, 
 """Duplicates, a row that is a prefix of others, forks in prompts, in responses and at the first token."""
 
 
+def image_prompts() -> list[tuple[list[int], dict[str, Any]]]:
+    """A prompt for each response, with what a processor makes of its images: equal ids have another image, too."""
+    from support.images import image, joined, row
+
+    cat, dog, far = image(1), image(2), image(3, 2, 4)
+    # Here a micro-batch may have a row of text beside one with images, which the frameworks' own forwards need.
+    rows = [row(5, cat, 7), row(5, dog, 7), row(5, cat, 7), row(5, 6, 11), row(cat, 12, far), row(5, cat, 7)]
+    return [(one.ids.tolist(), joined(*(own.inputs for own in one.images)) if one.images else {}) for one in rows]
+
+
 def saved_model(folder: str, name: str = "Qwen3", **settings: Any) -> str:
     """Save a small model of a class of transformers, and return its folder."""
     import transformers

@@ -15,19 +15,20 @@ An agent loop may return several trajectories (sub-agents, a rewritten history) 
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
@@ -35,8 +36,45 @@ from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel
 from treetrain.engine import TreeEngine
 from treetrain.layers.experts.recorded import without_fill
+from treetrain.layers.images.encoders import image_encoder, reads_token_types, rotary_positions, with_images
+from treetrain.layers.images.image_rows import IMAGE_TYPES
 from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.once import count_once, repeats
+
+OWN_FORWARDS: dict[type[nn.Module], Callable] = {}
+"""The forwards of classes of models that verl has replaced in this process."""
+
+
+def keep_own_forwards() -> None:
+    """Fill `OWN_FORWARDS` whenever verl's engines patch the classes of a model that they have loaded."""
+    patch = transformer_impl.apply_monkey_patch
+
+    @functools.wraps(patch)
+    def keep_and_patch(model: nn.Module, *args: Any, **options: Any) -> None:
+        found = [x for x in vars(sys.modules[type(model).__module__]).values() if isinstance(x, type)]
+        before = {x: x.forward for x in found if issubclass(x, nn.Module) and "forward" in vars(x)}
+        patch(model, *args, **options)
+        for kind, forward in before.items():
+            if kind.forward is not forward:
+                OWN_FORWARDS.setdefault(kind, forward)
+
+    transformer_impl.apply_monkey_patch = keep_and_patch
+
+
+keep_own_forwards()
+
+
+@contextmanager
+def own_forwards() -> Iterator[None]:
+    """Within the block models have their own forwards: verl's run the image encoder on the rows of each call."""
+    patched = {kind: kind.forward for kind in OWN_FORWARDS}
+    for kind, forward in OWN_FORWARDS.items():
+        kind.forward = forward
+    try:
+        yield
+    finally:
+        for kind, forward in patched.items():
+            kind.forward = forward
 
 
 @EngineRegistry.register(
@@ -54,8 +92,9 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     Raises:
         ValueError: a setting of verl's configuration that cannot be exact on a tree, before the model is loaded.
-        UnsupportedModel: the model, or a batch with images or one temperature per row.
-        DataError: recorded experts that are missing or not those of the model.
+        UnsupportedModel: the model, or a batch with one temperature per row.
+        DataError: recorded experts that are missing or not those of the model; images that do not fit their row, and
+            videos; positions that the model does not give to a row.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
@@ -69,13 +108,25 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         # The tree divides tokens and heads itself; verl's own patches of models do nothing without a group.
         self.context, self.ulysses_parallel_group = self.ulysses_parallel_group, None
 
+    def _build_module(self) -> nn.Module:
+        module = super()._build_module()
+        for kind in set(map(type, module.modules())):
+            if kind not in OWN_FORWARDS and kind.forward.__module__.startswith("verl."):
+                raise UnsupportedModel(
+                    f"verl replaced {kind.__name__}.forward before treetrain.integrations.verl was imported, and a "
+                    "tree needs the model's own; name the module in VERL_USE_EXTERNAL_MODULES of every process"
+                )
+        return module
+
+    @own_forwards()
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, object]:
         """Score the rows of a mini-batch as one tree, compute verl's loss, and run the tree backward once.
 
         Args:
-            data: jagged ``input_ids`` [K, L_k] and what the loss needs, as verl's workers give it.
+            data: jagged ``input_ids`` [K, L_k], ``multi_modal_inputs`` of each row if there are images, and what the
+                loss needs, as verl's workers give it.
             loss_function: one of verl's losses; None only computes log-probabilities.
             forward_only: compute no gradient.
 
@@ -105,14 +156,15 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         narrow = self._autocast_dtype != torch.float32
         autocast = torch.autocast(get_device_name(), self._autocast_dtype) if narrow else nullcontext()
         with torch.no_grad() if forward_only else nullcontext(), autocast:
-            read = wanted(data)
+            read, rows = wanted(data), rows_of(data, self.module, replays=self.replays)
             scored = self._tree_engine(data).score(
-                rows_of(data, replays=self.replays),
+                rows,
                 entropies=asks_for["calculate_entropy"],
                 statistics=asks_for["calculate_sum_pi_squared"],
                 mask=read,
                 ids=teacher_ids(data, read) if topk else None,
             )
+            check_positions(self.module, rows, data["position_ids"])  # those of images that fit their row
             model_output = outputs(scored, data["input_ids"].offsets())
             if topk:
                 model_output |= distillation_outputs(scored, data, read, loss_function)
@@ -132,12 +184,6 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     def _tree_engine(self, data: TensorDict) -> TreeEngine:
         """Make the engine with this batch's temperature and budget, which only checks the model."""
-        if media := extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs") or []):
-            raise UnsupportedModel(
-                f"the batch has multi_modal_inputs ({', '.join(media)}), which no tree of verl's rows supports yet: "
-                "verl replaces these models' forward by its own, which calls the encoder for the rows of one call; "
-                "unset VERL_ENGINE_VENDOR"
-            )
         temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
         if len(temperatures) != 1:
             raise UnsupportedModel(
@@ -346,29 +392,60 @@ def wanted(data: TensorDict) -> list[Tensor]:
     return [torch.ones(n - 1, dtype=torch.bool) for n in lengths]
 
 
-def rows_of(data: TensorDict, *, replays: bool) -> list[Trajectory]:
-    """The rows of a batch, with recorded experts if they are replayed.
+def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajectory]:
+    """The rows of a batch with their images, and with recorded experts if they are replayed.
 
     Args:
-        data: jagged ``input_ids`` [K, L_k] and, to replay, jagged ``routed_experts`` [K, L_k, layers, k].
+        data: jagged ``input_ids`` [K, L_k]; to replay, jagged ``routed_experts`` [K, L_k, layers, k].
 
     Raises:
-        DataError: there are no recorded experts, or one per token, where 0 may be an expert or no record.
+        DataError: there are no recorded experts, or one per token, where 0 may be an expert or no record; videos.
     """
     ids = [row.cpu().numpy() for row in data["input_ids"].unbind()]
-    if not replays:
-        return [Trajectory(row) for row in ids]
-    recorded = data.get("routed_experts", None)
-    if recorded is None:
-        raise DataError(
-            "router_replay.mode=R3, but the batch has no routed_experts; set "
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or the mode to disabled"
-        )
-    instead = "set router_replay.mode=disabled"
-    return [
-        Trajectory(row, experts=without_fill(experts.cpu().numpy(), "routed_experts of verl", instead))
-        for row, experts in zip(ids, recorded.unbind())
-    ]
+    rows = [Trajectory(row, id=f"row {number} of verl's batch") for number, row in enumerate(ids)]
+    if replays:
+        recorded = data.get("routed_experts", None)
+        if recorded is None:
+            raise DataError(
+                "router_replay.mode=R3, but the batch has no routed_experts; set "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or the mode to disabled"
+            )
+        instead = "set router_replay.mode=disabled"
+        experts = [without_fill(x.cpu().numpy(), "routed_experts of verl", instead) for x in recorded.unbind()]
+        rows = [row.replace(experts=own) for row, own in zip(rows, experts)]
+    images = images_of(data)
+    return with_images(model, rows, images) if any(images) else rows
+
+
+def images_of(data: TensorDict) -> list[dict[str, Any] | None]:
+    """What the processor made of the images of each row; None for text."""
+    found = []
+    for inputs in tu.get(data, "multi_modal_inputs") or [None] * len(data):
+        # verl's agent loops keep the numbers of patches beside the grids that say them.
+        own = {name: x for name, x in (inputs or {}).items() if name not in ("images_seqlens", IMAGE_TYPES)}
+        found.append(own or None)
+    return found
+
+
+def check_positions(model: nn.Module, rows: Sequence[Trajectory], position_ids: Tensor) -> None:
+    """Raise DataError if a row has other positions than its tokens have on a tree.
+
+    Args:
+        position_ids: jagged [K, L_k], or [K, 4, L_k]: the place in the row, and three of rotary embeddings.
+    """
+    encoder = image_encoder(model)
+    of_rows = position_ids.values().cpu().split([len(row) for row in rows], dim=-1)
+    for number, (row, given) in enumerate(zip(rows, of_rows)):
+        own = torch.arange(len(row)).expand_as(given)
+        if row.images and reads_token_types(encoder):
+            own = torch.cat([own.reshape(-1, len(row))[:1], torch.from_numpy(rotary_positions(encoder, row))])
+        if not own.equal(given):
+            at = int((own != given).reshape(-1, len(row)).any(0).nonzero()[0])
+            raise DataError(
+                f"row {number} of verl's batch has position_ids {given[..., at].tolist()} at token {at}, the model "
+                f"counts {own[..., at].tolist()}; on a tree positions are the model's: make the batch by the model's "
+                "own processor, or unset VERL_ENGINE_VENDOR"
+            )
 
 
 def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:

@@ -162,10 +162,14 @@ def with_images(
 
     Raises:
         DataError: a tree in the place of rows, a different number of rows, or images that do not fit their row.
+        UnsupportedModel: a model of text.
     """
     if isinstance(rows, TokenTree):
         raise DataError("images are given beside a tree, which has merged its rows; give the rows themselves")
-    token = getattr(causal_lm(model).config, "image_token_id", None)
+    lm = causal_lm(model)
+    token = getattr(lm.config, "image_token_id", None)
+    if token is None:
+        raise UnsupportedModel(f"images are given for {type(lm).__name__}, which reads text alone; leave them out")
     if len(images) != len(rows):
         raise DataError(f"images has {len(images)} entries, the batch {len(rows)} rows; give one for each, or None")
     found = []
@@ -262,16 +266,19 @@ def path_positions(inner: ImageModel, tree: TokenTree) -> Int64[np.ndarray, "4 N
     Each row's are those of the model itself, so text after an image continues from the image's largest position. All
     rows through a token have the same images up to it, so they agree. None for a model that counts tokens.
     """
-    positions_of = getattr(inner, "get_rope_index", None)
-    if positions_of is None:
+    if not reads_token_types(inner):
         return None
     positions = np.repeat(tree.depth.astype(np.int64)[None], 4, axis=0)
     for number, row in enumerate(tree.rows):
-        if not isinstance(row, Trajectory) or not row.images:
-            continue
-        ids = torch.from_numpy(row.ids.astype(np.int64))[None]
-        types = (ids == row.image_token).long()
-        grid = torch.from_numpy(np.concatenate([image.inputs[GRID] for image in row.images]))
-        of_row, _ = positions_of(ids, mm_token_type_ids=types, image_grid_thw=grid)
-        positions[1:, tree.path(number)] = of_row[:, 0].numpy()
+        if isinstance(row, Trajectory) and row.images:
+            positions[1:, tree.path(number)] = rotary_positions(inner, row)
     return positions
+
+
+def rotary_positions(inner: Any, row: Trajectory) -> Int64[np.ndarray, "3 L"]:
+    """The three positions of each token of a row with images, from the model's own function."""
+    ids = torch.from_numpy(row.ids.astype(np.int64))[None]
+    types = (ids == row.image_token).long()
+    grid = torch.from_numpy(np.concatenate([image.inputs[GRID] for image in row.images]))
+    positions, _ = inner.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
+    return positions[:, 0].numpy()
