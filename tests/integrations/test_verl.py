@@ -326,6 +326,8 @@ def compare(
             over = own if engine is plain else {}
             engine.forward_backward_batch(make_batch(rank, loss, **settings | over), make_loss(loss))
             results.append({n: whole(p.grad) for n, p in engine.module.named_parameters() if p.requires_grad})
+    if settings.get("images"):  # verl's engine runs verl's forwards, before and after
+        assert any(type(module).forward.__module__.startswith("verl.") for module in plain.module.modules())
     one, two = results[-1], results[-2]
     scale = max(float(g.abs().max()) for g in two.values())
     found["gradients"] = max(float((one[n] - two[n]).abs().max()) for n in two) / scale
@@ -697,22 +699,65 @@ def test_counting_once_needs_a_mean_over_tokens(monkeypatch: pytest.MonkeyPatch)
 STEPS = 8
 
 
+WITHOUT_VIDEOS = """
+from transformers import ProcessorMixin
+from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
+
+
+class Qwen2_5_VLProcessor(processing_qwen2_5_vl.Qwen2_5_VLProcessor):
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **_):
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        for kind in ("image", "video"):
+            setattr(self, f"{kind}_token", f"<|{kind}_pad|>")
+            setattr(self, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
+"""
+"""The processor as users have it, but for videos, for which it needs torchvision."""
+
+
+def save_model_of_words(folder: Path, images: bool) -> None:
+    """A small model whose tokens are words, as verl's trainer loads it; or one for images, with its processor."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"t{number}": number for number in range(58 if images else 40)}
+    options = {"eos_token": "t1", "pad_token": "t0"}
+    if images:
+        from support.images import END, IMAGE, MERGE, PATCH, START, image_model
+
+        image_model("Qwen2.5-VL", torch.float32).save_pretrained(folder)
+        special = {IMAGE: "image_pad", START: "vision_start", END: "vision_end", 63: "video_pad"}
+        special |= {58: "im_start", 59: "im_end"}  # verl wants these, and a token for a newline
+        words |= {f"<|{name}|>": number for number, name in special.items()}
+        options["extra_special_tokens"] = [word for word in words if word.startswith("<")]
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **sizes)).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    options["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+    whole.save_pretrained(folder)
+    if images:
+        sizes = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1, "min_pixels": 16, "max_pixels": 64}
+        pictures = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)(**sizes)
+        pictures.save_pretrained(folder)
+        (folder / "without_videos.py").write_text(WITHOUT_VIDEOS)
+        own = {
+            "processor_class": "Qwen2_5_VLProcessor",
+            "auto_map": {"AutoProcessor": "without_videos.Qwen2_5_VLProcessor"},
+        }
+        (folder / "processor_config.json").write_text(json.dumps(own))
+
+
 @pytest.mark.slow
-def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: Path, images: bool) -> None:
     """`python -m verl.trainer.main_ppo` with two training workers; only the rollout and the devices are replaced."""
     pytest.importorskip("transfer_queue", reason="verl's v1 trainer imports it")
     import pandas
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)).save_pretrained(tmp_path / "model")
-    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(40)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0", chat_template=template)
-    tokenizer.save_pretrained(tmp_path / "model")
+    save_model_of_words(tmp_path / "model", images)
     contents = [f"{first} t5 t6 t7" for first in ("t8", "t9", "t10", "t11")]
     rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "none"} for text in contents]
     pandas.DataFrame(rows).to_parquet(tmp_path / "prompts.parquet")
@@ -720,11 +765,13 @@ def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: P
         "algorithm.adv_estimator": "grpo",
         "data.train_files": tmp_path / "prompts.parquet",
         "data.val_files": tmp_path / "prompts.parquet",
+        "data.trust_remote_code": images,
         "data.train_batch_size": 4,
-        "data.max_prompt_length": 8,
+        "data.max_prompt_length": 16,
         "data.max_response_length": 8,
         "data.dataloader_num_workers": 0,
         "actor_rollout_ref.model.path": tmp_path / "model",
+        "actor_rollout_ref.model.trust_remote_code": images,
         "++actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.actor.strategy": "fsdp2",
         "actor_rollout_ref.actor.optim.lr": 1e-2,

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 import torch
+from PIL import Image
 from ray.actor import ActorHandle
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.workers.rollout import base
@@ -16,6 +17,8 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 
 CALL, TOOL = 4, 3
 """Tokens that a call generates; the token that a tool answers with."""
+SPECIAL = 60
+"""The first of the tokens around and within images."""
 
 
 @ray.remote
@@ -23,10 +26,14 @@ class Server:
     """Samples from a model with transformers. Knows the version of its weights."""
 
     def __init__(self, path: str, seed: int):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from verl.utils.tokenizer import hf_processor
 
         torch.set_num_threads(1)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        kind = AutoModelForImageTextToText if self._images else AutoModelForCausalLM
+        self._model = kind.from_pretrained(path, dtype=torch.float32)
+        self._processor = hf_processor(path, trust_remote_code=True) if self._images else None
         self._draw = torch.Generator().manual_seed(seed)
         self._global_steps: int | None = None
 
@@ -34,12 +41,19 @@ class Server:
         self._model.load_state_dict(weights)
         self._global_steps = global_steps
 
-    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], image_data: list[Any] | None = None, **_: Any
+    ) -> TokenOutput:
         ids, logprobs = list(prompt_ids), []
+        images = self._processor.image_processor(image_data, return_tensors="pt") if self._processor else {}
         for _ in range(CALL):
+            given = torch.tensor([ids])
+            types = {"mm_token_type_ids": (given == self._model.config.image_token_id).long()} if images else {}
             with torch.no_grad():  # as a decorator it would make this a plain function
-                logits = self._model(torch.tensor([ids])).logits[0, -1] / sampling_params["temperature"]
-            token = int(torch.multinomial(logits.softmax(-1), 1, generator=self._draw))
+                logits = self._model(given, **images, **types).logits[0, -1] / sampling_params["temperature"]
+            token = SPECIAL
+            while token >= SPECIAL:  # a model that is not trained would also say that there is an image
+                token = int(torch.multinomial(logits.softmax(-1), 1, generator=self._draw))
             ids.append(token)
             logprobs.append(float(logits.log_softmax(-1)[token]))
         facts = {"global_steps": self._global_steps}
@@ -85,11 +99,19 @@ class TwoCalls(AgentLoopBase):
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-        prompt = self.tokenizer.encode(kwargs["raw_prompt"][0]["content"])
+        text, images = kwargs["raw_prompt"][0]["content"], None
+        prompt = self.tokenizer.encode(text)
+        if self.processor is not None:
+            images = [Image.new("RGB", (8, 4), (20 * prompt[0], 0, 99))]  # each prompt has its own
+            seen = f"<|vision_start|> <|image_pad|> <|vision_end|> {text}"
+            prompt = self.processor(text=[seen], images=images)["input_ids"][0]
 
         async def call(context: list[int]) -> TokenOutput:
             return await self.server_manager.generate(
-                request_id=kwargs["uid"], prompt_ids=prompt + context, sampling_params=sampling_params
+                request_id=kwargs["uid"],
+                prompt_ids=prompt + context,
+                sampling_params=sampling_params,
+                image_data=images,
             )
 
         first = await call([])
@@ -108,6 +130,7 @@ class TwoCalls(AgentLoopBase):
                     *output.log_probs,
                 ],
                 reward_score=reward,
+                multi_modal_data={"images": images} if images else {},
                 num_turns=2,
                 metrics={},
                 extra_fields=output.extra_fields | {"reward_extra_info": {}},
