@@ -108,7 +108,8 @@ class Rows(TrainerCallback):
                 "grad_norm": f"{float(entry['grad_norm']):.6g}",
                 "reward": f"{float(entry['reward']):.4f}" if "reward" in entry else "",
             }
-            result_rows.report(STEPS, row | {name: entry[name] for name in SECONDS})
+            allowed = {"flops_allow": f"{entry['tree/ideal_speedup']:.3f}" if "tree/ideal_speedup" in entry else ""}
+            result_rows.report(STEPS, row | {name: entry[name] for name in SECONDS} | allowed)
 
 
 # ---- Picture
@@ -205,17 +206,19 @@ def tables(window: int = 4) -> str:
         lines += [
             "",
             "| seed | steps of both | losses apart (6 digits) | rewards apart | CPU s a step: sampling | update "
-            "without | with | ratio |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            "without | with | ratio | FLOPs allow (without padding) |",
+            f"|{' --- |' * 9}",
         ]
     for seed in both:
         pairs = list(zip(runs[seed, "alone"], runs[seed, "shared"]))
         losses, rewards = ([abs(float(a[name]) - float(b[name])) for a, b in pairs] for name in ("loss", "reward"))
         alone, shared = (float(row["cpu_seconds"]) - float(row["sampling"]) for row in pairs[-1])
         sampling, n = float(pairs[-1][1]["sampling"]), len(pairs)
+        allowed = sorted(float(row["flops_allow"]) for _, row in pairs)
         lines.append(
             f"| {seed} | {n} | {max(losses):.0g} | {max(rewards):.2g} | {sampling / n:.1f} | {alone / n:.1f} | "
-            f"{shared / n:.1f} | {alone / shared:.1f} |"
+            f"{shared / n:.1f} | {alone / shared:.1f} | {statistics.median(allowed):.2f} ({allowed[0]:.2f} to "
+            f"{allowed[-1]:.2f}) |"
         )
     texts: dict[str, dict[str, str]] = defaultdict(dict)
     for line in TEXTS.read_text(encoding="utf-8").splitlines():

@@ -113,8 +113,9 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         for kind in set(map(type, module.modules())):
             if kind not in OWN_FORWARDS and kind.forward.__module__.startswith("verl."):
                 raise UnsupportedModel(
-                    f"verl replaced {kind.__name__}.forward before treetrain.integrations.verl was imported, and a "
-                    "tree needs the model's own; name the module in VERL_USE_EXTERNAL_MODULES of every process"
+                    f"verl replaced {kind.__name__}.forward before treetrain kept the model's own, which a tree needs; "
+                    "name treetrain.integrations.verl in VERL_USE_EXTERNAL_MODULES of every process, and load models "
+                    "of one family in a process"
                 )
         return module
 
