@@ -4,11 +4,13 @@ Run: python benchmarks/memory.py [case ...] [--repeats 5] [--dry-run]. Cases: a 
 tokens on the preset model "tiny"; tool-agent calls whose template drops think blocks (benchmarks/workloads.py) on 30M
 parameters, beside the least that training without a tree needs, the longest row by itself. CPU, one thread, float32,
 SFT; bytes above model and gradients; medians over fresh processes, which run with the C library's allocator as it is.
-Another load of the machine changes nothing. Rows are appended to results/memory.csv; a case that has its rows at this
-commit is left out.
+Another load of the machine changes nothing. A third case is distillation over the whole vocabulary from a teacher of
+the same size, beside SFT. Rows are appended to results/memory.csv and results/distill_memory.csv; a case that has its
+rows at this commit is left out.
 """
 
 import contextlib
+import copy
 import ctypes
 import gc
 import multiprocessing
@@ -16,7 +18,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -25,13 +27,16 @@ from torch import nn
 import rows as result_rows
 import treetrain as tt
 from treetrain.core.planning.make import Bytes
+from treetrain.distill import Divergence
 from workloads import load_workload, model_30m
 
 LEAVES, PATH = 64, 4096
 TREE, CALLS = "binary tree, 64 rows of 4,096 tokens", "tool agent, think blocks dropped"
+DISTILLATION = "distillation"
 BUDGETS: dict[str, tuple[int | str, ...]] = {
     TREE: (16_384, 4_096, 1_024, 512, "1GB", "200MB"),
     CALLS: (3_518, 2_323, 1_161, 512, 256, 64, "1GB", "500MB", "250MB"),
+    DISTILLATION: (3_518, 2_323, 512, 64),
 }
 """Of the calls: the whole tree, its longest path, half of that, and less."""
 
@@ -69,10 +74,12 @@ def peak_step_bytes(
     model: nn.Module,
     trajectories: Sequence[tt.Trajectory],
     loss: Any,
+    teacher: nn.Module | None = None,
 ) -> int:
-    """Peak bytes of one forward and backward above the model and its gradients.
+    """Peak bytes of one forward and backward above the model and its gradients, and above a teacher.
 
-    The model is sent to a new process, so that nothing that ran before is counted.
+    With a teacher, `loss` is the divergence from it. The model is sent to a new process, so that nothing that ran
+    before is counted.
 
     Raises:
         OSError: the system's kernel does not report a process's peak.
@@ -80,7 +87,7 @@ def peak_step_bytes(
     Path("/proc/self/clear_refs").stat()
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    arguments = (sender, engine_type, options, model, list(trajectories), loss, torch.get_num_threads())
+    arguments = (sender, engine_type, options, model, list(trajectories), loss, teacher, torch.get_num_threads())
     process = context.Process(target=_measure_peak, args=arguments)
     process.start()
     sender.close()
@@ -94,13 +101,18 @@ def peak_step_bytes(
         process.join()
 
 
-def _measure_peak(sender, engine_type, options, model, trajectories, loss, threads) -> None:
+def _measure_peak(sender, engine_type, options, model, trajectories, loss, teacher, threads) -> None:
     torch.set_num_threads(threads)
     _touch_weights_and_gradients(model)
     # Libraries map their code when it first runs; that is not memory of a step.
-    engine_type(model).forward_backward([tt.Trajectory([0, 0, 0, 0]), tt.Trajectory([0, 0, 1, 1])], tt.losses.sft())
+    few = [tt.Trajectory([0, 0, 0, 0]), tt.Trajectory([0, 0, 1, 1])]
+    engine_type(model).forward_backward(few, tt.losses.sft())
+    if teacher is not None:
+        _touch_weights_and_gradients(teacher)
+        engine_type(model).distill(few, engine_type(teacher), loss)
     model.zero_grad(set_to_none=False)
     engine = engine_type(model, **options)
+    taught = None if teacher is None else engine_type(teacher, **options)
     if not isinstance(engine.budget, int):
         engine.plan(trajectories)  # may time passes, which is no part of a step
     gc.collect()
@@ -108,7 +120,10 @@ def _measure_peak(sender, engine_type, options, model, trajectories, loss, threa
         ctypes.CDLL(None).malloc_trim(0)  # else the step would reuse free blocks that are already counted
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
-    engine.forward_backward(trajectories, loss)
+    if taught is None:
+        engine.forward_backward(trajectories, loss)
+    else:
+        engine.distill(trajectories, taught, loss)
     sender.send(max(_status_bytes("VmHWM") - before, 0))
     sender.close()
 
@@ -129,8 +144,37 @@ def _status_bytes(field: str) -> int:
     return int(match.group(1)) * 1024
 
 
+def measure_distillation(repeats: int, dry_run: bool) -> None:
+    """Append one row per budget and divergence."""
+    from treetrain.engine import TreeEngine
+
+    if not dry_run and result_rows.has("distill_memory"):
+        return print(f"{DISTILLATION}: has its rows at this commit")
+    torch.set_num_threads(1)
+    model, trajectories = load(CALLS)
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    for budget in BUDGETS[DISTILLATION]:
+        given = TreeEngine, {"budget": budget}, model, trajectories
+        plain = statistics.median(peak_step_bytes(*given, tt.losses.sft()) for _ in range(repeats))
+        for divergence in get_args(Divergence):
+            peaks = [peak_step_bytes(*given, divergence, teacher) for _ in range(repeats)]
+            row = {
+                "budget": budget,
+                "divergence": divergence,
+                "sft_mb": f"{plain / 1e6:.1f}",
+                "distillation_mb": f"{statistics.median(peaks) / 1e6:.1f}",
+                "distillation_over_sft": f"{statistics.median(peaks) / plain:.3f}",
+                "distillation_over_sft_min": f"{min(peaks) / plain:.3f}",
+                "distillation_over_sft_max": f"{max(peaks) / plain:.3f}",
+                "rounds": repeats,
+            }
+            result_rows.report("distill_memory", row, dry_run=dry_run)
+
+
 def measure(case: str, repeats: int, dry_run: bool) -> None:
     """Append one row per budget."""
+    if case == DISTILLATION:
+        return measure_distillation(repeats, dry_run)
     if not dry_run and result_rows.has("memory", case=case):
         return print(f"{case}: has its rows at this commit")
     torch.set_num_threads(1)

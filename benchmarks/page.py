@@ -301,6 +301,22 @@ SECTIONS = (
         },
     ),
     Section(
+        "Memory of distillation",
+        "Peak of a step of `TreeEngine.distill` over the whole vocabulary of 16,384 ids, above both models and "
+        "gradients, against SFT on the same tree of 3,518 tokens (tool agent, think blocks dropped; a student and a "
+        "teacher of 30M parameters). Beside the step's own, it needs the inputs of both heads and chunks of logits.",
+        "distill_memory.csv",
+        ("budget", "divergence"),
+        {
+            "budget": budget,
+            "divergence": "divergence",
+            "SFT, MB": "sft_mb",
+            "distillation, MB": "distillation_mb",
+            "ratio": between("distillation_over_sft"),
+            "rounds": rounds,
+        },
+    ),
+    Section(
         "Memory of the first step",
         "Peak of the first step of share_prefixes above the weights, with its comparison with the plain model "
         "(checked) and without. Short rows: 162M parameters; long rows: 30M.",

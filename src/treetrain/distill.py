@@ -12,7 +12,7 @@ since no pass of the model does; the head's gradient is averaged as a whole, and
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -27,14 +27,14 @@ from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.loss_gradients import Batch
 from treetrain.core.engine.score import Scored, Scoring, States
 from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.core.head.lm_head import PLAIN
 from treetrain.core.losses.protocol import StepResult, summed
+from treetrain.core.planning.cost import head_chunk_rows
 from treetrain.core.tree.token_tree import Row, TokenTree
 from treetrain.layers.trajectory import Trajectory
 from treetrain.parallel.process_group import is_partitioned, is_shard, parameter_dtype, whole_tensor
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
-CHUNK_LOGITS = 1 << 21
-"""Logits of a chunk, of each head: 8 MiB in float32."""
 
 
 class HeadInputs:
@@ -64,6 +64,7 @@ class HeadInputs:
                 _check_divided(name, self.head)
             self.weights = {name: _whole(p, engine.model) for name, p in self.head.named_parameters()}
             """The head's parameters, each as a whole, by name."""
+            self._linear = (self._capabilities.head_is_linear and "forward" not in vars(self.head)) or self._divided
             attach = functools.partial(call.extensions, batch.tree, balanced=False)
             scoring = Scoring(call, plan, attach, passes_type=engine.passes_type)
             count = len(batch.layout.rows)
@@ -72,15 +73,53 @@ class HeadInputs:
         (self.states,) = self.scored.values
 
     def log_probabilities(self, states: Float[Tensor, "r hidden"]) -> Float[Tensor, "r V"]:
-        """The distributions of the next tokens, in float32 or wider; differentiable, by `weights` too."""
+        """The distributions of the next tokens, in float32 or wider."""
+        return self._log_softmax(self._made(states))
+
+    def add_gradients(
+        self, some: slice, slope_of: Callable[[Float[Tensor, "r V"]], Tensor], totals: dict[str, Tensor]
+    ) -> Float[Tensor, "r hidden"]:
+        """The gradient of a loss by a chunk of states; those by the head's parameters are added to `totals`.
+
+        Args:
+            slope_of: the loss's gradient by log-probabilities, from these.
+            totals: sums of the gradients of the head's trained parameters, by name.
+        """
+        own = self.states[some].detach().requires_grad_()
+        with torch.set_grad_enabled(not self._linear):
+            made = self._made(own)
+        leaf = made.detach().requires_grad_()
+        found = self._log_softmax(leaf)
+        (slope,) = torch.autograd.grad(found, leaf, slope_of(found.detach()))
+        if self._linear:  # in place: autograd would make a matrix of the head's size in every chunk
+            for name, total in totals.items():
+                if name == "bias":
+                    total += slope.sum(0, dtype=total.dtype)
+                else:
+                    PLAIN.add_product(total, slope.t(), own.detach().to(slope.dtype))
+            by_states = slope @ self.weights["weight"].detach()
+        else:
+            by_states, *grads = torch.autograd.grad(
+                made, [own, *(self.weights[name] for name in totals)], slope, allow_unused=True
+            )
+            for total, grad in zip(totals.values(), grads):
+                if grad is not None:
+                    total += grad
+        return by_states
+
+    def _made(self, states: Float[Tensor, "r hidden"]) -> Float[Tensor, "r V"]:
+        """What the head makes of states, which are its inputs after any hooks."""
         states = states.to(next(iter(self.weights.values())).dtype)
-        made = nn.functional.linear(states, **self.weights) if self._divided else self.head(states)
+        return nn.functional.linear(states, **self.weights) if self._divided else self.head.forward(states)
+
+    def _log_softmax(self, made: Float[Tensor, "r V"]) -> Float[Tensor, "r V"]:
         logits = self._capabilities.logit_map(made)
         return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(-1)
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of the states whose logits are in memory together."""
-        step = max(CHUNK_LOGITS // self._capabilities.vocab_size, 1)
+        """Slices of the states whose logits are in memory together, in four times as many copies as the head's own."""
+        step = head_chunk_rows(4 * self._capabilities.vocab_size, self.states.device.type)
+        step = max(min(step, self.scored.plan.peak_tokens), 1)  # a tight budget bounds these, too
         return (slice(start, start + step) for start in range(0, len(self.states), step))
 
 
@@ -221,31 +260,22 @@ def distill(
         inputs = HeadInputs(name, student_states, batch, student.temperature)
 
         device, states = inputs.states.device, inputs.states.detach()
-        slopes, of_head = (
-            torch.zeros_like(states),
-            [torch.zeros_like(inputs.weights[n], dtype=_wide(p)) for n, p in trained.items()],
-        )
+        slopes = torch.zeros_like(states)
+        of_head = {n: torch.zeros_like(inputs.weights[n], dtype=_wide(p)) for n, p in trained.items()}
         # Gradients are averaged over the ranks.
         shares = on_device(weights * (ranks.size / whole), device).to(states.dtype)
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         for some in inputs.chunks():
             with torch.no_grad():
                 p = taught.log_probabilities(taught.states[some].to(device))
-            own = states[some].requires_grad_()
-            each = divergences(p, inputs.log_probabilities(own), divergence)
-            loss = (shares[some] * each).sum()
-            slope, *grads = torch.autograd.grad(loss, [own, *(inputs.weights[n] for n in trained)], allow_unused=True)
-            slopes[some] = slope
-            for total, grad in zip(of_head, grads):
-                if grad is not None:
-                    total += grad
-            totals += torch.stack([loss.detach().double(), shares[some].double().sum()])
+            of_chunk = functools.partial(_slope, p, shares[some], divergence, totals)
+            slopes[some] = inputs.add_gradients(some, of_chunk, of_head)
+        for n, parameter in trained.items():
+            _add_averaged(parameter, of_head.pop(n), student)
         if len(states):
             inputs.states.backward(slopes)
         if len(states) or not ranks.alone:
             inputs.scored.backward()
-        for parameter, grad in zip(trained.values(), of_head):
-            _add_averaged(parameter, grad, student)
         scored = inputs.scored
         result = StepResult(
             loss_tensor=totals[0],
@@ -270,11 +300,26 @@ def _state_weights(batch: Batch) -> Float64[np.ndarray, " R"]:
     return np.bincount(batch.edge_rows, of_rows, len(batch.layout.rows))
 
 
-def divergences(p: Float[Tensor, "r V"], q: Float[Tensor, "r V"], divergence: Divergence) -> Float[Tensor, " r"]:
-    """KL(p || q), KL(q || p), or the mean of KL(p || m) and KL(q || m), m = (p + q) / 2, from log-probabilities."""
+def _slope(p: Tensor, weights: Tensor, divergence: Divergence, totals: Tensor, q: Tensor) -> Float[Tensor, "r V"]:
+    """The gradient of a chunk's weighted divergences by `q`; adds these and the weights to `totals` [2]."""
+    each, slope = divergences(p, q, divergence)
+    totals += torch.stack([(weights * each).sum(), weights.sum()]).double()
+    return slope.mul_(weights[:, None])
+
+
+def divergences(
+    p: Float[Tensor, "r V"], q: Float[Tensor, "r V"], divergence: Divergence
+) -> tuple[Float[Tensor, " r"], Float[Tensor, "r V"]]:
+    """KL(p || q), KL(q || p), or the mean of KL(p || m) and KL(q || m), m = (p + q) / 2, from log-probabilities.
+
+    The second result is the gradient by `q`.
+    """
     if divergence == "forward":
-        return (p.exp() * (p - q)).sum(-1)
+        slope = p.exp()
+        return (p - q).mul_(slope).sum(-1), slope.neg_()
     if divergence == "reverse":
-        return (q.exp() * (q - p)).sum(-1)
-    mean = torch.logaddexp(p, q) - np.log(2)
-    return 0.5 * (p.exp() * (p - mean) + q.exp() * (q - mean)).sum(-1)
+        slope, q = q - p, q.exp()
+        return (q * slope).sum(-1), slope.add_(1).mul_(q)
+    mean = torch.logaddexp(p, q).sub_(np.log(2))
+    slope = (q - mean).mul_(q.exp()).mul_(0.5)
+    return slope.sum(-1) + (p - mean).mul_(p.exp()).sum(-1).mul_(0.5), slope

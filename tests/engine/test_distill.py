@@ -45,7 +45,18 @@ def teacher() -> Any:
 
 @functools.cache
 def student(name: str = "qwen3") -> Any:
-    return make_model(name, dtype=torch.float64)
+    """A model by its family; with a bias of the head, with adapters, one around the head, or with a hook before it."""
+    model = make_model("qwen3" if name in ("bias", "lora", "hook") else name, dtype=torch.float64)
+    if name == "bias":
+        model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, VOCAB, dtype=torch.float64))
+    if name == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        model = get_peft_model(model, config).double()
+    if name == "hook":
+        model.lm_head.register_forward_pre_hook(lambda _head, given: (given[0].tanh(),))
+    return model
 
 
 def rows_alone():
@@ -79,13 +90,16 @@ def expected(kind: str, model: nn.Module, teacher: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jensen_shannon"])
 @pytest.mark.parametrize(
-    ("name", "budget", "chunk"),
-    [("qwen3", None, 1 << 21), ("qwen3", 2, 1 << 21), ("gemma2", None, 2 * VOCAB)],  # gemma2 caps its logits
+    ("name", "budget", "states"),  # gemma2 caps its logits
+    [
+        *(("qwen3", None, 99), ("qwen3", 2, 99), ("gemma2", None, 2)),
+        *((changed, None, 2) for changed in ("bias", "lora", "hook")),
+    ],
 )
 def test_a_divergence_over_the_vocabulary_has_the_gradients_of_rows_alone(
-    monkeypatch, teacher, kind, name, budget, chunk
+    monkeypatch, teacher, kind, name, budget, states
 ):
-    monkeypatch.setattr(distill, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(distill, "head_chunk_rows", lambda _vocabulary, _device: states)
     model = student(name)
     truth_loss = expected(kind, model, teacher)
     truth = linear.gradients(model, truth_loss)
@@ -125,7 +139,7 @@ def test_a_tied_head_and_a_frozen_one_get_what_they_should(teacher):
 
 
 def test_a_teacher_gives_its_most_likely_ids_at_trained_predictions(monkeypatch, teacher):
-    monkeypatch.setattr(distill, "CHUNK_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(distill, "head_chunk_rows", lambda _vocabulary, _device: 3)
     made = tt.TreeEngine(teacher, temperature=TEMPERATURE).teach(ROWS, 4)
     for row, given in zip(rows_alone(), made, strict=True):
         sets = given.teacher_topk

@@ -13,7 +13,6 @@ import treetrain as tt
 from support.models import make_model
 from treetrain import distill
 from treetrain.check.contract import PureFloat64
-from treetrain.check.forests import VOCAB
 
 CASES = [
     ("group", "plain", "round", True),
@@ -44,8 +43,8 @@ def steps(engine: Any, taught: Any, rows: list[tt.Trajectory]) -> list[tt.StepRe
     return [engine.distill(rows, taught, "reverse"), engine.distill(rows[:3], taught, "jensen_shannon", 7.0)]
 
 
-def on_rank(group: Any, student: str, teacher: str, split: str, tied: bool, chunk: int) -> dict[str, Any]:
-    distill.CHUNK_LOGITS = chunk
+def on_rank(group: Any, student: str, teacher: str, split: str, tied: bool, states: int) -> dict[str, Any]:
+    distill.head_chunk_rows = lambda _vocabulary, _device: states
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = rows_of(3, "sft")
     parts = [split_of(rows, number, size, split) for number in range(size)]
@@ -77,7 +76,7 @@ def on_rank(group: Any, student: str, teacher: str, split: str, tied: bool, chun
 
 @pytest.mark.parametrize(("student", "teacher", "split", "tied"), CASES)
 def test_ranks_distil_as_one_process(two, student, teacher, split, tied):
-    for seen in two.run(on_rank, student, teacher, split, tied, 5 * VOCAB, timeout=300):
+    for seen in two.run(on_rank, student, teacher, split, tied, 5, timeout=300):
         assert seen["gradients"] <= 1e-12 and max(seen["losses"]) <= 1e-12, seen
         assert max(map(abs, seen["metrics"])) <= 1e-12 and seen["counts"] == [0, 0], seen
         assert all(seen["teach"]) and all(seen["teacher"]), seen
