@@ -11,9 +11,8 @@ from torch import nn
 
 from treetrain.core.engine.engine_model import Call, Feature, Registry, StepBalance
 from treetrain.core.engine.extension import Extension
-from treetrain.core.errors import UnsupportedModel
 from treetrain.core.hf.tree_mode import instance_of
-from treetrain.core.planning.cost import CostModel
+from treetrain.core.planning.cost import Beside, CostModel
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.explain import Explained
 from treetrain.kernels.backends import DeviceBackends
@@ -88,12 +87,11 @@ class ImagesFeature(Feature):
         from treetrain.models.encoder_memory import encoder_memory
 
         check_images(call.model, tree)
-        call.beside = encoder_memory(call.model, images.distinct)
-        if not call.sharing.same_rows.alone:
-            raise UnsupportedModel(
-                "rows with images under tensor or context parallel have not been verified: use one process, "
-                "DistributedDataParallel, FSDP2 or ZeRO"
-            )
+        memory = encoder_memory(call.model, images.distinct)
+        if isinstance(memory, Beside):  # each process of a group runs the whole encoder, and the budget is the group's
+            size = call.sharing.divides_parts
+            memory = memory._replace(held=size * memory.held, peak=size * memory.peak)
+        call.beside = memory
 
     def extension(
         self, call: Call, tree: TokenTree, *, balanced: bool, scale: float, balance: StepBalance | None

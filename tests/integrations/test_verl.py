@@ -425,10 +425,18 @@ def test_recorded_experts_replace_the_choices_of_routers(
         ("Qwen3-VL", 2, "ppo", {"max_token_len_per_gpu": 8, "temperature": 0.7}, {}),
         ("Qwen3-VL", 2, "ppo", {}, {"model": {"lora_rank": 4, "lora_alpha": 8}}),
         ("Qwen2.5-VL", 2, "ppo", {}, {}),
+        ("Qwen3-VL", 2, "ppo", {"max_token_len_per_gpu": 8}, {"shared": 2}),
         # Without a GPU's kernels, recurrent layers would continue from the row before in verl's packed rows.
         ("Qwen3.5", 1, "ppo", {"own": {"use_remove_padding": False}}, {}),
     ],
-    ids=["sft", "ppo-2-ranks-recomputed", "ppo-2-ranks-lora", "ppo-2-ranks-patched-attention", "recurrent"],
+    ids=[
+        "sft",
+        "ppo-2-ranks-recomputed",
+        "ppo-2-ranks-lora",
+        "ppo-2-ranks-patched-attention",
+        "ppo-ulysses-of-2",
+        "recurrent",
+    ],
 )
 def test_rows_with_images_are_verls(
     tmp_path: Path, family: str, world: int, loss: str, settings: dict, options: dict

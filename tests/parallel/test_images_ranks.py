@@ -1,8 +1,26 @@
 """Rows with images on several ranks: with whole models, and with shards of one, gradients are those of one process."""
 
-import pytest
+from typing import Any
 
-from support.images import CONFIGURATIONS, ShardedJob, refusal_of_ranks, sharded_step, step_of_ranks
+import pytest
+import torch
+from rank_steps import cut, gradients
+from torch.distributed.tensor import DTensor
+
+import treetrain as tt
+from support.images import (
+    CONFIGURATIONS,
+    ShardedJob,
+    image_model,
+    losses_of,
+    plain_gradients,
+    sharded_step,
+    some_rows,
+    step_of_ranks,
+)
+from treetrain.check import linear
+from treetrain.check.contract import PureFloat64
+from treetrain.core.planning.devices import SLACK
 
 
 @pytest.mark.few(1)
@@ -51,10 +69,66 @@ FIRST = [
 @pytest.mark.few(4)
 @pytest.mark.parametrize("job", dict.fromkeys((*FIRST, *JOBS)))
 def test_sharded_models_give_the_loss_and_gradients_of_plain_rows(run_on_ranks, job):
-    for loss, gradients in run_on_ranks(sharded_step, JOBS[job]):
-        assert loss <= 1e-12 and gradients <= 1e-12
+    for loss, error in run_on_ranks(sharded_step, JOBS[job]):
+        assert loss <= 1e-12 and error <= 1e-12
 
 
-def test_ranks_that_divide_parts_refuse_images_by_name(run_on_ranks):
-    for message in run_on_ranks(refusal_of_ranks):
-        assert "rows with images under tensor or context parallel" in message
+DIVIDED = {
+    f"{family}{way}": ShardedJob(family=family, ranks=(rows, rows), context=True, **{"shards": ""} | more)
+    for family in CONFIGURATIONS
+    for rows, way, more in [
+        (EVERY, "", {}),
+        (EVERY, ", scored in parts", {"budget": 3, "run": "score"}),
+        (EVERY, ", in parts of shards", {"budget": 3, "shards": "blocks"}),
+        (EVERY, ", frozen encoder", {"frozen": "visual vision_tower", "budget": 3}),
+        ((0, 5), ", images on the first rank", {}),
+    ]
+}
+FIRST_DIVIDED = ["Qwen3-VL, scored in parts", "Qwen3.5, in parts of shards", "Qwen2.5-VL, images on the first rank"]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("job", dict.fromkeys((*FIRST_DIVIDED, *DIVIDED)))
+def test_ranks_that_divide_parts_give_the_loss_and_gradients_of_plain_rows(run_on_ranks, job):
+    for loss, error in run_on_ranks(sharded_step, DIVIDED[job]):
+        assert loss <= 1e-12 and error <= 1e-12
+
+
+def bytes_of_encoder(group: Any) -> list[float]:
+    """What the encoder needs by the errors of a process alone and of two that divide the tokens of parts."""
+    found = []
+    for context in (None, group):
+        engine = tt.TreeEngine(image_model("Qwen3-VL", torch.float32), budget="1KB", context=context)
+        with pytest.raises(ValueError, match="needs") as refused:
+            engine.plan(some_rows())
+        found.append(int(str(refused.value).split(" bytes)")[0].split("(")[-1]) - SLACK["cpu"][1])
+    return found
+
+
+def test_budgets_of_ranks_that_divide_parts_have_an_encoder_on_each(run_on_ranks):
+    for alone, divided in run_on_ranks(bytes_of_encoder):
+        assert divided == pytest.approx(2 * alone, rel=1e-4)
+
+
+def step_of_divided_layers(group: Any, family: str) -> tuple[float, float]:
+    """The errors of the loss and of the gradients of a model that transformers divides over the ranks by its plan."""
+    rows, model = some_rows(family), image_model(family)
+    with PureFloat64():
+        loss, alone = plain_gradients(model, rows, losses_of)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        engine = tt.TreeEngine(cut(image_model(family), group), budget=6)
+        scored = engine.score(rows)
+        total = losses_of(scored.logprobs)
+        total.backward()
+        scored.backward()
+    found = gradients(engine.model)
+    assert any(len(p.to_local()) < len(p) for p in engine.model.parameters() if isinstance(p, DTensor))
+    whole = [torch.zeros(shapes[name]) if found[name] is None else found[name] for name in shapes]
+    return abs(float(total) - loss) / abs(loss), linear.relative_error(torch.cat([x.flatten() for x in whole]), alone)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", [name for name in CONFIGURATIONS if name != "Qwen3-VL"])  # has no plan
+def test_layers_divided_over_ranks_give_the_loss_and_gradients_of_plain_rows(run_on_ranks, family):
+    for loss, error in run_on_ranks(step_of_divided_layers, family):
+        assert loss <= 1e-12 and error <= 1e-12

@@ -273,7 +273,9 @@ class ShardedJob:
     frozen: str = ""
     """Parts of the names of weights that are not trained."""
     shards: str = "blocks"
-    """Whether each layer and each block of the encoder is a shard of its own, or the model is one."""
+    """Whether each layer and block of the encoder is a shard of its own, the model is one, or (empty) there is none."""
+    context: bool = False
+    """Whether both ranks have the rows of the first, and divide the tokens of every part."""
     run: str = "step"
     """By `forward_backward`, which may be in two calls, or by `score`."""
     budget: int | None = None
@@ -298,15 +300,16 @@ def losses_of(scores: Sequence[Tensor]) -> Tensor:
 
 
 def sharded_step(group: Any, job: ShardedJob) -> tuple[float, float]:
-    """The errors of the loss and of the gradients of a step under FSDP2, against plain rows in this process."""
+    """The errors of the loss and of the gradients of a step of two ranks, against plain rows in this process."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     rows, model = some_rows(job.family), made(job)
-    own = [rows[k] for k in job.ranks[dist.get_rank(group)]]
-    every = [rows[k] for ranks in job.ranks for k in ranks]
+    ranks = job.ranks[:1] if job.context else job.ranks
+    own = [rows[k] for k in ranks[dist.get_rank(group) % len(ranks)]]
+    every = [rows[k] for some in ranks for k in some]
     with PureFloat64():
         loss, alone = plain_gradients(model, every, losses_of)
         mesh = DeviceMesh.from_group(group, "cpu")
@@ -315,15 +318,17 @@ def sharded_step(group: Any, job: ShardedJob) -> tuple[float, float]:
                 if isinstance(module, nn.ModuleList):
                     for block in module:
                         fully_shard(block, mesh=mesh)
-        engine = tt.TreeEngine(fully_shard(model, mesh=mesh), budget=job.budget)
+        if job.shards:
+            fully_shard(model, mesh=mesh)
+        engine = tt.TreeEngine(model, budget=job.budget, context=group if job.context else None)
         calls_answer(engine, keeps_gradients=lambda _: not job.reduces_each)
         if job.run == "score":
             scored = engine.score(own)
             total = losses_of(scored.logprobs)
             if own:
-                (total * 2).backward()  # gradients are averaged over two ranks
+                (total * len(ranks)).backward()  # gradients are averaged over ranks with rows of their own
             scored.backward()
-            found = sum(engine.ranks.gather(float(total.detach())))
+            found = sum(engine.ranks.gather(float(total.detach()))) * len(ranks) / 2
         else:
 
             def weighted(logprobs: Tensor, _entropies: Any, _row: tt.Trajectory) -> tuple[Tensor, dict]:
@@ -340,12 +345,3 @@ def sharded_step(group: Any, job: ShardedJob) -> tuple[float, float]:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             gradients.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten())
     return abs(found - loss) / abs(loss), linear.relative_error(torch.cat(gradients), alone)
-
-
-def refusal_of_ranks(group: Any) -> str:
-    """What ranks that divide the tokens of parts say to rows with images."""
-    try:
-        tt.TreeEngine(image_model("Qwen3-VL", torch.float32), context=group).score(some_rows())
-    except tt.UnsupportedModel as error:
-        return str(error)
-    return ""

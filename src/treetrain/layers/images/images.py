@@ -6,6 +6,8 @@ that stands in several parts, costs one forward and one backward of the encoder,
 
 Text after an image continues from the image's largest position, so positions are those of every token's own path.
 
+Ranks that divide the tokens of every part each run the whole encoder, and read the features of their own tokens.
+
 Where each rank holds a shard of the weights (`ShardedImages`), the encoder's modules gather theirs by hooks within the
 model's forward, and all ranks must call them in the same order. So the encoder runs within the first pass of all ranks,
 and backward after all others (`parallel/sharded.py`). A rank without images runs it on one of zeros, whose features no
@@ -23,7 +25,7 @@ from treetrain.core.device_arrays import on_device
 from treetrain.core.engine.extension import Extension, ModelPass
 from treetrain.core.head.lm_head import Scores
 from treetrain.core.hf.capability import model_device
-from treetrain.core.hf.tree_mode import replaced
+from treetrain.core.hf.tree_mode import instance_of, replaced
 from treetrain.core.planning.plan import Plan
 from treetrain.core.tree.token_tree import TokenTree
 from treetrain.layers.images.encoders import (
@@ -38,6 +40,7 @@ from treetrain.layers.images.encoders import (
     path_positions,
 )
 from treetrain.layers.images.image_rows import Image, tree_images
+from treetrain.parallel.context_parallel import Share
 from treetrain.parallel.sharded import ShardedEncoder
 
 
@@ -115,9 +118,13 @@ class Images(Extension):
         if model_pass.idle or self._images is None:
             return
         tokens = model_pass.part.piece.layout.tree_index
-        if self._positions is not None:
-            model_pass.keywords["position_ids"] = on_device(self._positions[:, None, tokens], self._device)
-        features = self._images.feature[tokens]
+        features = torch.from_numpy(self._images.feature[tokens])
+        positions = None if self._positions is None else torch.from_numpy(self._positions.T[tokens])
+        share = instance_of(Share, model_pass.extras)
+        if share is not None:
+            features, positions = share.of_tokens(features, -1), share.of_tokens(positions, 0)
+        if positions is not None:
+            model_pass.keywords["position_ids"] = on_device(positions.T[:, None], self._device)
         features = features[features >= 0]
         if len(features):
             self._ask(model_pass, on_device(features, self._device))
