@@ -118,13 +118,14 @@ class Images(Extension):
         if model_pass.idle or self._images is None:
             return
         tokens = model_pass.part.piece.layout.tree_index
-        features = torch.from_numpy(self._images.feature[tokens])
-        positions = None if self._positions is None else torch.from_numpy(self._positions.T[tokens])
         share = instance_of(Share, model_pass.extras)
         if share is not None:
-            features, positions = share.of_tokens(features, -1), share.of_tokens(positions, 0)
-        if positions is not None:
-            model_pass.keywords["position_ids"] = on_device(positions.T[:, None], self._device)
+            own = share.of_tokens(torch.from_numpy(tokens), -1)
+            assert own is not None
+            tokens = own.numpy()  # -1 fills up: no feature, at any position
+        if self._positions is not None:
+            model_pass.keywords["position_ids"] = on_device(self._positions[:, None, tokens], self._device)
+        features = self._images.feature[tokens[tokens >= 0]]
         features = features[features >= 0]
         if len(features):
             self._ask(model_pass, on_device(features, self._device))
