@@ -27,7 +27,6 @@ from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.loss_gradients import Batch
 from treetrain.core.engine.score import Scored, Scoring, States
 from treetrain.core.errors import DataError, UnsupportedModel
-from treetrain.core.head.lm_head import PLAIN
 from treetrain.core.losses.protocol import StepResult, summed
 from treetrain.core.planning.cost import head_chunk_rows
 from treetrain.core.tree.token_tree import Row, TokenTree
@@ -35,6 +34,8 @@ from treetrain.layers.trajectory import Trajectory
 from treetrain.parallel.process_group import is_partitioned, is_shard, parameter_dtype, whole_tensor
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
+LEAST_STATES = 4
+"""States of a chunk: a CPU's product of fewer rows adds up the vocabulary in order, with more rounding."""
 
 
 class HeadInputs:
@@ -64,6 +65,7 @@ class HeadInputs:
                 _check_divided(name, self.head)
             self.weights = {name: _whole(p, engine.model) for name, p in self.head.named_parameters()}
             """The head's parameters, each as a whole, by name."""
+            self._kernels = engine.prepared.registry.head
             self._linear = (self._capabilities.head_is_linear and "forward" not in vars(self.head)) or self._divided
             attach = functools.partial(call.extensions, batch.tree, balanced=False)
             scoring = Scoring(call, plan, attach, passes_type=engine.passes_type)
@@ -77,38 +79,36 @@ class HeadInputs:
         return self._log_softmax(self._made(states))
 
     def add_gradients(
-        self, some: slice, slope_of: Callable[[Float[Tensor, "r V"]], Tensor], totals: dict[str, Tensor]
+        self, some: slice, slope_of: Callable[[Float[Tensor, "r V"]], Tensor], of_head: dict[str, Tensor]
     ) -> Float[Tensor, "r hidden"]:
-        """The gradient of a loss by a chunk of states; those by the head's parameters are added to `totals`.
+        """Return the gradient of a loss with respect to a chunk of states; add those of the head's to `of_head`.
 
         Args:
-            slope_of: the loss's gradient by log-probabilities, from these.
-            totals: sums of the gradients of the head's trained parameters, by name.
+            slope_of: maps log-probabilities to the loss's gradient with respect to them.
+            of_head: sums of the gradients of the head's trained parameters, by name.
         """
-        own = self.states[some].detach().requires_grad_()
+        own = self.states[some].detach().requires_grad_(not self._linear)
         with torch.set_grad_enabled(not self._linear):
             made = self._made(own)
         leaf = made.detach().requires_grad_()
         found = self._log_softmax(leaf)
         (slope,) = torch.autograd.grad(found, leaf, slope_of(found.detach()))
-        if self._linear:  # in place: autograd would make a matrix of the head's size in every chunk
-            for name, total in totals.items():
+        if self._linear:  # autograd would make a matrix of the head's size in every chunk
+            for name, total in of_head.items():
                 if name == "bias":
                     total += slope.sum(0, dtype=total.dtype)
                 else:
-                    PLAIN.add_product(total, slope.t(), own.detach().to(slope.dtype))
-            by_states = slope @ self.weights["weight"].detach()
-        else:
-            by_states, *grads = torch.autograd.grad(
-                made, [own, *(self.weights[name] for name in totals)], slope, allow_unused=True
-            )
-            for total, grad in zip(totals.values(), grads):
-                if grad is not None:
-                    total += grad
+                    self._kernels.add_product(total, slope.t(), own.to(slope.dtype))
+            return slope @ self.weights["weight"].detach()
+        weights = [self.weights[name] for name in of_head]
+        by_states, *grads = torch.autograd.grad(made, [own, *weights], slope, allow_unused=True)
+        for total, grad in zip(of_head.values(), grads):
+            if grad is not None:
+                total += grad
         return by_states
 
     def _made(self, states: Float[Tensor, "r hidden"]) -> Float[Tensor, "r V"]:
-        """What the head makes of states, which are its inputs after any hooks."""
+        """What the head makes of states: its inputs, after its forward pre-hooks, which must not run twice."""
         states = states.to(next(iter(self.weights.values())).dtype)
         return nn.functional.linear(states, **self.weights) if self._divided else self.head.forward(states)
 
@@ -117,9 +117,12 @@ class HeadInputs:
         return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(-1)
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of the states whose logits are in memory together, in four times as many copies as the head's own."""
-        step = head_chunk_rows(4 * self._capabilities.vocab_size, self.states.device.type)
-        step = max(min(step, self.scored.plan.peak_tokens), 1)  # a tight budget bounds these, too
+        """Slices of the states whose logits are in memory together, a quarter of those that the head scores at once.
+
+        Of each logit there are four to six copies here. A tight budget bounds them, too.
+        """
+        step = head_chunk_rows(self._capabilities.vocab_size, self.states.device.type) // 4
+        step = max(min(step, self.scored.plan.peak_tokens), LEAST_STATES)
         return (slice(start, start + step) for start in range(0, len(self.states), step))
 
 
@@ -252,6 +255,9 @@ def distill(
         student.sharing.check_hooks(student.prepared.parameters)
         parameters = dict(student.capabilities.head.named_parameters())
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        head = student.capabilities.head
+        if head._backward_hooks or head._backward_pre_hooks:
+            raise UnsupportedModel(f"{name} runs the LM head backward itself, which its backward hooks would not see")
         for parameter in trained.values():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedModel(f"{name} adds the gradient of the LM head itself, which its hooks would not see")

@@ -303,8 +303,9 @@ class TreeEngine(core.TreeEngine):
     ) -> StepResult:
         """Accumulate the gradients of a divergence from a teacher over the whole vocabulary, both on the rows' tree.
 
-        The logits of a few states are in memory at a time. Each model has its own engine's temperature. Processes that
-        share the student's steps each give their own rows, or none, and have the gradients of all of them.
+        The logits of a few states are in memory at a time, beyond a budget in bytes. Each model has its own engine's
+        temperature. Processes that share the student's steps each give their own rows, or none, and have the gradients
+        of all of them.
 
         Args:
             rows: their loss weights weight the divergence of each trained prediction.

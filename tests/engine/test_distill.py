@@ -1,6 +1,7 @@
 """A teacher on the same tree: its most likely ids, and divergences over the whole vocabulary, against rows alone."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from support.models import VOCAB, make_model
 from treetrain import distill
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
+from treetrain.core.errors import UnsupportedModel
 
 ROWS = [
     tt.Trajectory([3, 5, 7, 9, 1], loss_weights=[0, 1, 0.5, 0, 2]),
@@ -164,6 +166,27 @@ def test_what_a_teacher_gives_trains_a_student(teacher):
     assert part.loss == pytest.approx(whole.loss, rel=1e-12)
     assert linear.relative_error(linear.gradients(model), of_part) <= 1e-12
     model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens", "rows"), [(151_936, 9_999, 16), (8_192, 9_999, 256), (8_192, 100, 100), (151_936, 1, 4)]
+)
+def test_few_logits_are_in_memory_at_a_time(vocabulary, tokens, rows):
+    inputs: Any = SimpleNamespace(
+        _capabilities=SimpleNamespace(vocab_size=vocabulary),
+        states=torch.zeros(300, 1),
+        scored=SimpleNamespace(plan=SimpleNamespace(peak_tokens=tokens)),
+    )
+    chunks = [range(300)[some] for some in distill.HeadInputs.chunks(inputs)]
+    assert len(chunks[0]) == rows and [k for chunk in chunks for k in chunk] == list(range(300))
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_the_head_are_refused(teacher, hook):
+    model = make_model("qwen3", dtype=torch.float64)
+    getattr(model.lm_head, hook)(lambda *_: None)
+    with pytest.raises(UnsupportedModel, match="runs the LM head backward itself"):
+        tt.TreeEngine(model).distill(ROWS, tt.TreeEngine(teacher))
 
 
 def test_what_cannot_be_distilled_is_refused_by_name(teacher):

@@ -232,6 +232,15 @@ def test_hooks_of_the_encoders_weights_run_once_on_the_whole_gradient():
 
 
 @pytest.mark.slow
+def test_a_model_of_text_takes_rows_beside_no_images_and_refuses_images():
+    engine = tt.TreeEngine(make_model())
+    rows = [[1, 2, 3], [1, 2, 4]]
+    plain, beside = engine.score(rows).logprobs, engine.score(rows, images=[None, None]).logprobs
+    assert all(torch.equal(a, b) for a, b in zip(plain, beside, strict=True))
+    with pytest.raises(tt.UnsupportedModel, match="images are given for Qwen3ForCausalLM, which reads text alone"):
+        engine.score(rows, images=[None, image(1).inputs])
+
+
 @pytest.mark.parametrize("name", ["Qwen3-VL", *WITHOUT_EXPERTS])
 @pytest.mark.parametrize(
     "run, options",

@@ -466,7 +466,7 @@ def test_images_and_positions_that_are_not_the_models_are_refused(folder: str, t
         batch = make_batch(0, "ppo", images=str(tmp_path))
         given = list(batch["multi_modal_inputs"])
         if inputs is not None:
-            given[row] = {name: torch.from_numpy(x) for name, x in inputs.items()}
+            given[row] = {name: None if x is None else torch.from_numpy(x) for name, x in inputs.items()}
         batch["multi_modal_inputs"] = NonTensorStack(*given)
         for name, change in changes.items():
             change(batch[name].values())
@@ -477,19 +477,55 @@ def test_images_and_positions_that_are_not_the_models_are_refused(folder: str, t
     whole, tall = image(1).inputs, image(1, 2, 4).inputs
     videos = {"pixel_values_videos": whole["pixel_values"], "video_grid_thw": whole["image_grid_thw"]}
     score()
+    score(inputs={"pixel_values_videos": None, "video_grid_thw": None}, row=3)  # as verl gives them for text
     with pytest.raises(DataError, match="images have pixel_values_videos: rows with videos"):
         score(inputs=videos)
     with pytest.raises(DataError, match=r"image_grid_thw \[1, 4, 8\] has 8 features, but 4"):
         score(inputs=tall)
     with pytest.raises(DataError, match=rf"row 0.* has the token {IMAGE}, which stands for images in other rows"):
         score(inputs={})
-    counted = r"row 0 of verl's batch has position_ids \[5, 3, 3, 3\] at token 6, the model counts \[6, 4, 4, 4\]"
+    counted = r"row 0 of verl's batch has position_ids \[5, 3, 3, 3\] at token 6; the model counts \[6, 4, 4, 4\]"
     with pytest.raises(DataError, match=counted):
         score(position_ids=lambda places: places[:, 6].sub_(1))
     with pytest.raises(UnsupportedModel, match="images are given for Qwen3ForCausalLM, which reads text"):
         from transformers import AutoModelForCausalLM
 
         score(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_a_rank_whose_images_are_refused_ends_the_others_too(tmp_path: Path) -> None:
+    from support.images import image_model
+
+    image_model("Qwen3-VL", torch.float32).save_pretrained(tmp_path)
+    for change, error in (("positions", "position_ids"), ("images", "for images in other rows")):
+        first, second = on_fresh_ranks(refused_on_one_rank, 2, str(tmp_path), change)
+        told = {own["rank"]: own["error"] for own in (first, second)}
+        assert error in told[1] and "rank 1" in told[0], told
+
+
+def refused_on_one_rank(rank: int, world: int, port: int, folder: str, change: str, queue: Any) -> None:
+    """A mini-batch whose rows the second rank refuses, and then one without a fault."""
+    from tensordict import NonTensorStack
+
+    from treetrain.core.errors import DataError, RanksDisagree
+
+    started(rank, world, port)
+    engine = make_engine("treetrain", folder)
+    patched = {kind: kind.forward for kind in map(type, engine.module.modules())}
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        batch = make_batch(rank, "ppo", images=folder)
+        if rank == 1 and change == "positions":
+            batch["position_ids"].values()[:, 3] += 1
+        elif rank == 1:
+            batch["multi_modal_inputs"] = NonTensorStack({}, *list(batch["multi_modal_inputs"])[1:])
+        with pytest.raises(DataError if rank == 1 else RanksDisagree) as refused:
+            engine.forward_backward_batch(batch, make_loss("ppo"))
+        assert all(kind.forward is forward for kind, forward in patched.items())
+        assert any(forward.__module__.startswith("verl.") for forward in patched.values())
+        engine.optimizer_zero_grad()
+        assert engine.forward_backward_batch(make_batch(rank, "ppo", images=folder), make_loss("ppo"))
+    queue.put({"rank": rank, "error": str(refused.value)})
 
 
 def test_models_whose_forward_verl_replaced_too_early_are_refused(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ OWN_FORWARDS: dict[type[nn.Module], Callable] = {}
 
 
 def keep_own_forwards() -> None:
-    """Fill `OWN_FORWARDS` whenever verl's engines patch the classes of a model that they have loaded."""
+    """Record in `OWN_FORWARDS` the forwards that verl's engines replace when they patch a loaded model."""
     patch = transformer_impl.apply_monkey_patch
 
     @functools.wraps(patch)
@@ -66,7 +66,7 @@ keep_own_forwards()
 
 @contextmanager
 def own_forwards() -> Iterator[None]:
-    """Within the block models have their own forwards: verl's run the image encoder on the rows of each call."""
+    """Restore the models' own forwards within the block; verl's call the encoder themselves, on each call's rows."""
     patched = {kind: kind.forward for kind in OWN_FORWARDS}
     for kind, forward in OWN_FORWARDS.items():
         kind.forward = forward
@@ -157,15 +157,19 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         narrow = self._autocast_dtype != torch.float32
         autocast = torch.autocast(get_device_name(), self._autocast_dtype) if narrow else nullcontext()
         with torch.no_grad() if forward_only else nullcontext(), autocast:
-            read, rows = wanted(data), rows_of(data, self.module, replays=self.replays)
-            scored = self._tree_engine(data).score(
+            engine, read = self._tree_engine(data), wanted(data)
+            together = functools.partial(engine.sharing.passes_with.together, "TreeFSDPEngine")
+            with together():  # else other ranks would wait for one whose rows are refused
+                rows = rows_of(data, self.module, replays=self.replays)
+            scored = engine.score(
                 rows,
                 entropies=asks_for["calculate_entropy"],
                 statistics=asks_for["calculate_sum_pi_squared"],
                 mask=read,
                 ids=teacher_ids(data, read) if topk else None,
             )
-            check_positions(self.module, rows, data["position_ids"])  # those of images that fit their row
+            with together():  # after the score, which refuses images that do not fit their row
+                check_positions(self.module, rows, data["position_ids"])
             model_output = outputs(scored, data["input_ids"].offsets())
             if topk:
                 model_output |= distillation_outputs(scored, data, read, loss_function)
@@ -397,10 +401,14 @@ def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajec
     """The rows of a batch with their images, and with recorded experts if they are replayed.
 
     Args:
-        data: jagged ``input_ids`` [K, L_k]; to replay, jagged ``routed_experts`` [K, L_k, layers, k].
+        data: jagged ``input_ids`` [K, L_k]; ``multi_modal_inputs`` of each row if there are images; to replay, jagged
+            ``routed_experts`` [K, L_k, layers, k].
+        model: reads the images.
 
     Raises:
-        DataError: there are no recorded experts, or one per token, where 0 may be an expert or no record; videos.
+        DataError: there are no recorded experts, or one per token, where 0 may be an expert or no record; videos, and
+            images whose arrays do not fit together.
+        UnsupportedModel: images for a model of text.
     """
     ids = [row.cpu().numpy() for row in data["input_ids"].unbind()]
     rows = [Trajectory(row, id=f"row {number} of verl's batch") for number, row in enumerate(ids)]
@@ -418,12 +426,15 @@ def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajec
     return with_images(model, rows, images) if any(images) else rows
 
 
+DERIVED = ("images_seqlens", IMAGE_TYPES)
+"""What verl's agent loops keep beside the processor's output, and what a tree computes itself."""
+
+
 def images_of(data: TensorDict) -> list[dict[str, Any] | None]:
     """What the processor made of the images of each row; None for text."""
     found = []
     for inputs in tu.get(data, "multi_modal_inputs") or [None] * len(data):
-        # verl's agent loops keep the numbers of patches beside the grids that say them.
-        own = {name: x for name, x in (inputs or {}).items() if name not in ("images_seqlens", IMAGE_TYPES)}
+        own = {name: x for name, x in (inputs or {}).items() if x is not None and name not in DERIVED}
         found.append(own or None)
     return found
 
@@ -435,16 +446,16 @@ def check_positions(model: nn.Module, rows: Sequence[Trajectory], position_ids: 
         position_ids: jagged [K, L_k], or [K, 4, L_k]: the place in the row, and three of rotary embeddings.
     """
     encoder = image_encoder(model)
-    of_rows = position_ids.values().cpu().split([len(row) for row in rows], dim=-1)
-    for number, (row, given) in enumerate(zip(rows, of_rows)):
+    for number, (row, given) in enumerate(zip(rows, position_ids.unbind(), strict=True)):
+        given = given.cpu()
         own = torch.arange(len(row)).expand_as(given)
         if row.images and reads_token_types(encoder):
             own = torch.cat([own.reshape(-1, len(row))[:1], torch.from_numpy(rotary_positions(encoder, row))])
         if not own.equal(given):
             at = int((own != given).reshape(-1, len(row)).any(0).nonzero()[0])
             raise DataError(
-                f"row {number} of verl's batch has position_ids {given[..., at].tolist()} at token {at}, the model "
-                f"counts {own[..., at].tolist()}; on a tree positions are the model's: make the batch by the model's "
+                f"row {number} of verl's batch has position_ids {given[..., at].tolist()} at token {at}; the model "
+                f"counts {own[..., at].tolist()}. On a tree positions are the model's: make the batch by the model's "
                 "own processor, or unset VERL_ENGINE_VENDOR"
             )
 

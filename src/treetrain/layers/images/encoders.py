@@ -168,7 +168,7 @@ def with_images(
         raise DataError("images are given beside a tree, which has merged its rows; give the rows themselves")
     lm = causal_lm(model)
     token = getattr(lm.config, "image_token_id", None)
-    if token is None:
+    if token is None and any(own is not None for own in images):
         raise UnsupportedModel(f"images are given for {type(lm).__name__}, which reads text alone; leave them out")
     if len(images) != len(rows):
         raise DataError(f"images has {len(images)} entries, the batch {len(rows)} rows; give one for each, or None")
