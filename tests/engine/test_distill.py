@@ -47,8 +47,8 @@ def teacher() -> Any:
 
 @functools.cache
 def student(name: str = "qwen3") -> Any:
-    """A model by its family; with a bias of the head, with adapters, one around the head, or with a hook before it."""
-    model = make_model("qwen3" if name in ("bias", "lora", "hook") else name, dtype=torch.float64)
+    """A model by its family; or one whose head has a bias, an adapter, a hook before it or another forward."""
+    model = make_model(name if name == "gemma2" else "qwen3", dtype=torch.float64)
     if name == "bias":
         model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, VOCAB, dtype=torch.float64))
     if name == "lora":
@@ -56,6 +56,9 @@ def student(name: str = "qwen3") -> Any:
 
         config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         model = get_peft_model(model, config).double()
+    if name == "forward":
+        head = model.lm_head
+        head.forward = lambda states: nn.functional.linear(states.tanh(), head.weight)
     if name == "hook":
         model.lm_head.register_forward_pre_hook(lambda _head, given: (given[0].tanh(),))
     return model
@@ -95,7 +98,7 @@ def expected(kind: str, model: nn.Module, teacher: nn.Module) -> Tensor:
     ("name", "budget", "states"),  # gemma2 caps its logits
     [
         *(("qwen3", None, 99), ("qwen3", 2, 99), ("gemma2", None, 2)),
-        *((changed, None, 2) for changed in ("bias", "lora", "hook")),
+        *((changed, None, 2) for changed in ("bias", "lora", "hook", "forward")),
     ],
 )
 def test_a_divergence_over_the_vocabulary_has_the_gradients_of_rows_alone(

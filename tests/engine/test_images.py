@@ -231,7 +231,6 @@ def test_hooks_of_the_encoders_weights_run_once_on_the_whole_gradient():
     torch.testing.assert_close(seen[0], weight.grad)
 
 
-@pytest.mark.slow
 def test_a_model_of_text_takes_rows_beside_no_images_and_refuses_images():
     engine = tt.TreeEngine(make_model())
     rows = [[1, 2, 3], [1, 2, 4]]
@@ -241,6 +240,7 @@ def test_a_model_of_text_takes_rows_beside_no_images_and_refuses_images():
         engine.score(rows, images=[None, image(1).inputs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3-VL", *WITHOUT_EXPERTS])
 @pytest.mark.parametrize(
     "run, options",

@@ -10,10 +10,15 @@ from torch.distributed.tensor import DTensor
 import treetrain as tt
 from support.images import (
     CONFIGURATIONS,
+    IMAGE,
+    Picture,
     ShardedJob,
+    image,
     image_model,
     losses_of,
     plain_gradients,
+    plain_scores,
+    row,
     sharded_step,
     some_rows,
     step_of_ranks,
@@ -92,6 +97,19 @@ FIRST_DIVIDED = ["Qwen3-VL, scored in parts", "Qwen3.5, in parts of shards", "Qw
 def test_ranks_that_divide_parts_give_the_loss_and_gradients_of_plain_rows(run_on_ranks, job):
     for loss, error in run_on_ranks(sharded_step, DIVIDED[job]):
         assert loss <= 1e-12 and error <= 1e-12
+
+
+def scores_of_five_tokens(group: Any) -> float:
+    """The error of the scores of a tree whose last token is of an image, with a filler on the second rank."""
+    model, cat = image_model("Qwen3-VL"), Picture(image(1).inputs, [IMAGE] * 4)
+    rows = [row(3, 4, cat)]
+    with PureFloat64(), torch.no_grad():
+        found = tt.TreeEngine(model, context=group).score(rows).logprobs
+        return max(float((a - b).abs().max()) for a, b in zip(found, plain_scores(model, rows), strict=True))
+
+
+def test_fillers_of_a_share_ask_for_no_image(run_on_ranks):
+    assert max(run_on_ranks(scores_of_five_tokens)) <= 1e-12
 
 
 def bytes_of_encoder(group: Any) -> list[float]:
