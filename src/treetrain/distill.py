@@ -35,7 +35,7 @@ from treetrain.parallel.process_group import is_partitioned, is_shard, parameter
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
 LEAST_STATES = 4
-"""States of a chunk: a CPU's product of fewer rows adds up the vocabulary in order, with more rounding."""
+"""States of a chunk but the last: a CPU's product of fewer rows adds up the vocabulary in order, with more rounding."""
 
 
 class HeadInputs:
@@ -81,7 +81,7 @@ class HeadInputs:
     def add_gradients(
         self, some: slice, slope_of: Callable[[Float[Tensor, "r V"]], Tensor], of_head: dict[str, Tensor]
     ) -> Float[Tensor, "r hidden"]:
-        """Return the gradient of a loss with respect to a chunk of states; add those of the head's to `of_head`.
+        """Return the gradient of a loss with respect to a chunk of states; add the head's own to `of_head`.
 
         Args:
             slope_of: maps log-probabilities to the loss's gradient with respect to them.
@@ -108,7 +108,7 @@ class HeadInputs:
         return by_states
 
     def _made(self, states: Float[Tensor, "r hidden"]) -> Float[Tensor, "r V"]:
-        """What the head makes of states: its inputs, after its forward pre-hooks, which must not run twice."""
+        """Run the head on states, which its forward pre-hooks have changed already: these must not run twice."""
         states = states.to(next(iter(self.weights.values())).dtype)
         return nn.functional.linear(states, **self.weights) if self._divided else self.head.forward(states)
 
@@ -253,9 +253,8 @@ def distill(
                 "normaliser"
             )
         student.sharing.check_hooks(student.prepared.parameters)
-        parameters = dict(student.capabilities.head.named_parameters())
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
         head = student.capabilities.head
+        trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
         if head._backward_hooks or head._backward_pre_hooks:
             raise UnsupportedModel(f"{name} runs the LM head backward itself, which its backward hooks would not see")
         for parameter in trained.values():

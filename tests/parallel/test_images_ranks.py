@@ -1,4 +1,4 @@
-"""Rows with images on several ranks: with whole models, and with shards of one, gradients are those of one process."""
+"""Rows with images on ranks that each have a model, or share one, its parts or its layers: one process's gradients."""
 
 from typing import Any
 

@@ -24,7 +24,13 @@ def image_prompts() -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def saved_model(folder: str, name: str = "Qwen3", **settings: Any) -> str:
-    """Save a small model of a class of transformers, and return its folder."""
+    """Save a `small_model`, and return its folder."""
+    small_model(name, **settings).save_pretrained(folder)
+    return folder
+
+
+def small_model(name: str = "Qwen3", **settings: Any) -> Any:
+    """A small random model of a class of transformers."""
     import transformers
 
     torch.manual_seed(0)
@@ -36,8 +42,7 @@ def saved_model(folder: str, name: str = "Qwen3", **settings: Any) -> str:
         num_key_value_heads=2,
         head_dim=8,
     )
-    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
-    return folder
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def on_fresh_ranks(function: Callable[..., None], world: int, *args: Any) -> list[dict[str, Any]]:

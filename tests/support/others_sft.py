@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from support.framework_runs import small_model
 
 STEPS = 4
 ROWS = [
@@ -27,19 +28,7 @@ SETTINGS: dict[str, Any] = {
 
 def model(**settings: Any) -> Any:
     """A Qwen3 of random weights."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-        **settings,
-    )
-    return Qwen3ForCausalLM(config)
+    return small_model(vocab_size=64, initializer_range=0.2, **settings)
 
 
 class Outcome(NamedTuple):

@@ -161,12 +161,13 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
             together = functools.partial(engine.sharing.passes_with.together, "TreeFSDPEngine")
             with together():  # else other ranks would wait for one whose rows are refused
                 rows = rows_of(data, self.module, replays=self.replays)
+                ids = teacher_ids(data, read) if topk else None
             scored = engine.score(
                 rows,
                 entropies=asks_for["calculate_entropy"],
                 statistics=asks_for["calculate_sum_pi_squared"],
                 mask=read,
-                ids=teacher_ids(data, read) if topk else None,
+                ids=ids,
             )
             with together():  # after the score, which refuses images that do not fit their row
                 check_positions(self.module, rows, data["position_ids"])
@@ -422,8 +423,7 @@ def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajec
         instead = "set router_replay.mode=disabled"
         experts = [without_fill(x.cpu().numpy(), "routed_experts of verl", instead) for x in recorded.unbind()]
         rows = [row.replace(experts=own) for row, own in zip(rows, experts)]
-    images = images_of(data)
-    return with_images(model, rows, images) if any(images) else rows
+    return with_images(model, rows, images_of(data))
 
 
 DERIVED = ("images_seqlens", IMAGE_TYPES)
@@ -431,7 +431,7 @@ DERIVED = ("images_seqlens", IMAGE_TYPES)
 
 
 def images_of(data: TensorDict) -> list[dict[str, Any] | None]:
-    """What the processor made of the images of each row; None for text."""
+    """Return the processor's output for the images of each row; None for text."""
     found = []
     for inputs in tu.get(data, "multi_modal_inputs") or [None] * len(data):
         own = {name: x for name, x in (inputs or {}).items() if x is not None and name not in DERIVED}
