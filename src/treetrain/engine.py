@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from treetrain.layers.experts.experts import RouterBalance
 
 F = TypeVar("F", bound=Callable[..., None])
+_SAME = nn.Identity()
+"""The value head whose values are the head's inputs; one for all engines, so that a model's first use comes once."""
 
 
 def unknown_named(init: F) -> F:
@@ -329,7 +331,7 @@ class TreeEngine(core.TreeEngine):
     def _of_states(self) -> "TreeEngine":
         """An engine of the same model whose values are the inputs of its head."""
         options: Any = {"compile_layers": self._compile_layers, "check": self.check, "group": self.ranks.group}
-        return TreeEngine(self.model, budget=self.budget, value_head=nn.Identity(), **options)
+        return TreeEngine(self.model, budget=self.budget, value_head=_SAME, **options)
 
     def _balance_of(self, tree: TokenTree) -> "RouterBalance":
         return self.router_balance(tree)

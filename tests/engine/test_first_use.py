@@ -478,6 +478,14 @@ def test_a_model_is_compared_once_with_gradients_and_once_without(compared):
     assert len(compared) == 2
 
 
+def test_engines_that_distil_the_same_models_compare_each_once(compared):
+    """A comparison holds gradients of the whole model, more than a step under a small budget does."""
+    student, teacher = make_model("qwen3"), make_model("qwen3")
+    for _ in range(2):
+        tt.TreeEngine(student).distill(ROWS, tt.TreeEngine(teacher))
+    assert compared == [teacher, student]
+
+
 def test_the_hook_by_which_embeddings_require_gradients_needs_no_look_however_often_it_is_set(compared):
     model = make_model("qwen3").train()
     engine = tt.TreeEngine(model)
