@@ -74,9 +74,10 @@ class HeadInputs:
         assert self.scored.values is not None
         (self.states,) = self.scored.values
 
+    @torch.no_grad()
     def log_probabilities(self, states: Float[Tensor, "r hidden"]) -> Float[Tensor, "r V"]:
         """The distributions of the next tokens, in float32 or wider."""
-        return self._log_softmax(self._made(states))
+        return self._log_softmax(self._made(states))[0]
 
     def add_gradients(
         self, some: slice, slope_of: Callable[[Float[Tensor, "r V"]], Tensor], of_head: dict[str, Tensor]
@@ -84,15 +85,18 @@ class HeadInputs:
         """Return the gradient of a loss with respect to a chunk of states; add the head's own to `of_head`.
 
         Args:
-            slope_of: maps log-probabilities to the loss's gradient with respect to them.
+            slope_of: maps log-probabilities, which it may overwrite, to the loss's gradient by the scaled logits.
             of_head: sums of the gradients of the head's trained parameters, by name.
         """
         own = self.states[some].detach().requires_grad_(not self._linear)
         with torch.set_grad_enabled(not self._linear):
             made = self._made(own)
-        leaf = made.detach().requires_grad_()
-        found = self._log_softmax(leaf)
-        (slope,) = torch.autograd.grad(found, leaf, slope_of(found.detach()))
+        with torch.no_grad():
+            log_p, of_map = self._log_softmax(made)
+            slope = slope_of(log_p)
+            del log_p
+            slope = slope if self._temperature == 1.0 else slope.div_(self._temperature)
+            slope = self._capabilities.logit_map.pull_back_(slope, of_map).to(made.dtype)
         if self._linear:  # autograd would make a matrix of the head's size in every chunk
             for name, total in of_head.items():
                 if name == "bias":
@@ -112,9 +116,16 @@ class HeadInputs:
         states = states.to(next(iter(self.weights.values())).dtype)
         return nn.functional.linear(states, **self.weights) if self._divided else self.head.forward(states)
 
-    def _log_softmax(self, made: Float[Tensor, "r V"]) -> Float[Tensor, "r V"]:
-        logits = self._capabilities.logit_map(made)
-        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(-1)
+    def _log_softmax(self, made: Float[Tensor, "r V"]) -> tuple[Float[Tensor, "r V"], Tensor | None]:
+        """Log-probabilities, and the slope of the logit map where it is not constant; a plain head's output is used up.
+
+        In place, since each of these matrices is as large as a chunk's logits.
+        """
+        wide = torch.promote_types(made.dtype, torch.float32)
+        logits = made.detach().to(wide, copy=not self._linear)
+        of_map = self._capabilities.logit_map.apply_(logits, want_slope=True)
+        logits = logits if self._temperature == 1.0 else logits.div_(self._temperature)
+        return logits.log_softmax(-1), of_map
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the states whose logits are in memory together, a quarter of those that the head scores at once.
@@ -306,7 +317,10 @@ def _state_weights(batch: Batch) -> Float64[np.ndarray, " R"]:
 
 
 def _slope(p: Tensor, weights: Tensor, divergence: Divergence, totals: Tensor, q: Tensor) -> Float[Tensor, "r V"]:
-    """The gradient of a chunk's weighted divergences by `q`; adds these and the weights to `totals` [2]."""
+    """The gradient of a chunk's weighted divergences by the logits of `q`; adds these and the weights to `totals` [2].
+
+    Overwrites `p` and `q`.
+    """
     each, slope = divergences(p, q, divergence)
     totals += torch.stack([(weights * each).sum(), weights.sum()]).double()
     return slope.mul_(weights[:, None])
@@ -317,14 +331,19 @@ def divergences(
 ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r V"]]:
     """KL(p || q), KL(q || p), or the mean of KL(p || m) and KL(q || m), m = (p + q) / 2, from log-probabilities.
 
-    The second result is the gradient by `q`.
+    The second result is the gradient by the logits whose log-softmax is `q`. Both arguments are overwritten: of the
+    matrices, three or four are in memory at a time.
     """
     if divergence == "forward":
-        slope = p.exp()
-        return (p - q).mul_(slope).sum(-1), slope.neg_()
+        share = p.exp()
+        each = p.sub_(q).mul_(share).sum(-1)
+        return each, q.exp_().sub_(share)
     if divergence == "reverse":
-        slope, q = q - p, q.exp()
-        return (q * slope).sum(-1), slope.add_(1).mul_(q)
+        above = p.neg_().add_(q)
+        each = (above * q.exp_()).sum(-1)
+        return each, above.sub_(each[:, None]).mul_(q)
     mean = torch.logaddexp(p, q).sub_(np.log(2))
-    slope = (q - mean).mul_(q.exp()).mul_(0.5)
-    return slope.sum(-1) + (p - mean).mul_(p.exp()).sum(-1).mul_(0.5), slope
+    of_p = (p - mean).mul_(p.exp_()).sum(-1)
+    above = mean.neg_().add_(q)
+    of_q = (above * q.exp_()).sum(-1)
+    return (of_p + of_q).mul_(0.5), above.sub_(of_q[:, None]).mul_(q).mul_(0.5)
