@@ -13,6 +13,9 @@ since no pass of the model does; the head's gradient is averaged as a whole, and
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -27,6 +30,7 @@ from treetrain.core.engine.engine import TreeEngine
 from treetrain.core.engine.loss_gradients import Batch
 from treetrain.core.engine.score import Scored, Scoring, States
 from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.core.hf.capability import causal_lm
 from treetrain.core.losses.protocol import StepResult, summed
 from treetrain.core.planning.cost import head_chunk_rows
 from treetrain.core.tree.token_tree import Row, TokenTree
@@ -45,7 +49,7 @@ class HeadInputs:
 
     Args:
         engine: gives the head's inputs as values.
-        batch: the same for the teacher and the student.
+        batch: of the same predictions for the teacher and the student.
         temperature: divides the logits before the softmax.
     """
 
@@ -154,6 +158,12 @@ def _batch_of(name: str, engine: TreeEngine, rows: Sequence[Row] | TokenTree) ->
     return Batch.of(tree, weighted=True, every_token=False)
 
 
+def _routed_anew(batch: Batch) -> Batch:
+    """The same predictions for a teacher, whose routers choose for themselves: recorded experts are the student's."""
+    special = {name: given for name, given in batch.tree.special.items() if name != "experts"}
+    return replace(batch, tree=replace(batch.tree, special=special))
+
+
 def _check_processes(name: str, engine: TreeEngine) -> None:
     """Refuse processes that divide a model in another way than FSDP2."""
     if not engine.sharing.same_rows.alone or any(map(is_partitioned, engine.model.parameters())):
@@ -210,7 +220,7 @@ def teach(engine: TreeEngine, of_states: TreeEngine, rows: Sequence[Row] | Token
     with engine.sharing.passes_with.together("TreeEngine.teach"):
         batch = _batch_of("TreeEngine.teach", engine, rows)
     with torch.no_grad():
-        inputs = HeadInputs("TreeEngine.teach", of_states, batch, engine.temperature)
+        inputs = HeadInputs("TreeEngine.teach", of_states, _routed_anew(batch), engine.temperature)
         tops = [inputs.log_probabilities(inputs.states[some]).topk(k) for some in inputs.chunks()]
     empty = np.zeros((0, k))
     ids = np.concatenate([empty.astype(np.int64), *(top.indices.cpu().numpy() for top in tops)])
@@ -242,8 +252,10 @@ def distill(
         raise UnsupportedModel(
             f"the student {type(student.model).__name__} has a vocabulary of {sizes[0]}, the teacher "
             f"{type(teacher.model).__name__} one of {sizes[1]}: distributions of one tokenizer are compared. Take a "
-            "teacher of the student's family, or tt.losses.distill_topk on ids that both have"
+            "teacher of the student's family (if the tokenizer is the same and a checkpoint only pads it further, "
+            f"teacher.resize_token_embeddings({sizes[0]})), or tt.losses.distill_topk on ids that both have"
         )
+    check_tokenizers(student.model, teacher.model)
     if not torch.is_grad_enabled() or not student.prepared.trained:
         raise ValueError("gradients are switched off, or every parameter of the student is frozen: nothing is trained")
     ranks = student.ranks
@@ -272,7 +284,7 @@ def distill(
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedModel(f"{name} adds the gradient of the LM head itself, which its hooks would not see")
         with torch.no_grad():
-            taught = HeadInputs(name, teacher_states, batch, teacher.temperature)
+            taught = HeadInputs(name, teacher_states, _routed_anew(batch), teacher.temperature)
         inputs = HeadInputs(name, student_states, batch, student.temperature)
 
         device, states = inputs.states.device, inputs.states.detach()
@@ -286,12 +298,21 @@ def distill(
                 p = taught.log_probabilities(taught.states[some].to(device))
             of_chunk = functools.partial(_slope, p, shares[some], divergence, totals)
             slopes[some] = inputs.add_gradients(some, of_chunk, of_head)
-        for n, parameter in trained.items():
-            _add_averaged(parameter, of_head.pop(n), student)
+
+        def add_to_head() -> None:
+            for n, parameter in trained.items():
+                _add_averaged(parameter, of_head.pop(n), student)
+
+        # A step that finds no gradients may start over if memory runs out, unless the head's are there already; beside
+        # others it cannot, and has the memory of the head's sooner.
+        if begun := any(ranks.exchange(any(p.grad is not None for p in student.prepared.parameters))):
+            add_to_head()
         if len(states):
             inputs.states.backward(slopes)
         if len(states) or not ranks.alone:
             inputs.scored.backward()
+        if not begun:
+            add_to_head()
         scored = inputs.scored
         result = StepResult(
             loss_tensor=totals[0],
@@ -304,6 +325,42 @@ def distill(
             attention=scored._scoring.attention,
         )
         return summed(ranks.exchange(result.on_host()), over=ranks.size) if ranks.size > 1 else result
+
+
+def check_tokenizers(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise UnsupportedModel if the checkpoints that two models come from have different tokens at an id.
+
+    A model knows only where it was loaded from. Where no tokenizer.json is there, or in the hub's cache, nothing is
+    compared; nor are added tokens, which a later checkpoint may name otherwise.
+    """
+    names = [
+        str(getattr(getattr(causal_lm(model), "config", None), "name_or_path", "")) for model in (student, teacher)
+    ]
+    if names[0] == names[1]:
+        return
+    ours, theirs = map(_tokens_of, names)
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            raise UnsupportedModel(
+                f"the student's tokenizer ({names[0]}) has {ours[number]!r} at id {number}, the teacher's ({names[1]}) "
+                f"{theirs[number]!r}: distributions of one tokenizer are compared. Take a teacher with the student's"
+            )
+
+
+@functools.lru_cache(maxsize=4)
+def _tokens_of(name: str) -> dict[int, str]:
+    """The tokens of a checkpoint by id, without those that were added; empty where its tokenizer.json is not here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from tokenizers import Tokenizer
+
+    file: object = Path(name) / "tokenizer.json"
+    if name and not Path(name).is_dir():
+        with suppress(HFValidationError):  # a path that is gone
+            file = try_to_load_from_cache(name, "tokenizer.json")
+    if not name or not isinstance(file, str | Path) or not Path(file).is_file():
+        return {}
+    return {number: token for token, number in Tokenizer.from_file(str(file)).get_vocab(False).items()}
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

@@ -1,6 +1,7 @@
 """A teacher on the same tree: its most likely ids, and divergences over the whole vocabulary, against rows alone."""
 
 import functools
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import treetrain as tt
 from support.models import VOCAB, make_model
+from support.shortage import IDS, Shortage, freed_at_once, named_budget
 from treetrain import distill
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
@@ -25,7 +27,7 @@ ROWS = [
     [],
     [6, 1, 1, 2],
 ]
-TEMPERATURE = 0.7
+TEMPERATURE, TEACHERS = 0.7, 1.2
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +70,9 @@ def rows_alone():
     return [row if isinstance(row, tt.Trajectory) else tt.Trajectory(row) for row in ROWS]
 
 
-def log_p_of(model: nn.Module, row: tt.Trajectory) -> Tensor:
+def log_p_of(model: nn.Module, row: tt.Trajectory, temperature: float) -> Tensor:
     ids = torch.tensor([row.ids.tolist()])
-    return (model(input_ids=ids).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
+    return (model(input_ids=ids).logits[0, :-1].double() / temperature).log_softmax(-1)
 
 
 def expected(kind: str, model: nn.Module, teacher: nn.Module) -> Tensor:
@@ -84,8 +86,8 @@ def expected(kind: str, model: nn.Module, teacher: nn.Module) -> Tensor:
         if len(row) < 2:
             continue
         with torch.no_grad():
-            p = log_p_of(teacher, row).exp()
-        q = log_p_of(model, row).exp()
+            p = log_p_of(teacher, row, TEACHERS).exp()
+        q = log_p_of(model, row, TEMPERATURE).exp()
         m = (p + q) / 2
         each = {"forward": kl(p, q), "reverse": kl(q, p), "jensen_shannon": (kl(p, m) + kl(q, m)) / 2}[kind]
         total = total + (torch.tensor(row.weights[1:]) * each).sum()
@@ -110,7 +112,7 @@ def test_a_divergence_over_the_vocabulary_has_the_gradients_of_rows_alone(
     truth = linear.gradients(model, truth_loss)
     model.zero_grad()
     engine = tt.TreeEngine(model, budget=budget, temperature=TEMPERATURE)
-    result = engine.distill(ROWS, tt.TreeEngine(teacher, temperature=TEMPERATURE), kind)
+    result = engine.distill(ROWS, tt.TreeEngine(teacher, temperature=TEACHERS), kind)
     assert abs(result.loss - float(truth_loss)) <= 1e-12 * float(truth_loss)
     assert result.metrics["divergence"] == pytest.approx(result.loss, rel=1e-12)
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
@@ -138,7 +140,7 @@ def test_a_tied_head_and_a_frozen_one_get_what_they_should(teacher):
         loss = expected("forward", model, teacher)
         truth = linear.gradients(model, loss)
         model.zero_grad()
-        tt.TreeEngine(model, temperature=TEMPERATURE).distill(ROWS, tt.TreeEngine(teacher, temperature=TEMPERATURE))
+        tt.TreeEngine(model, temperature=TEMPERATURE).distill(ROWS, tt.TreeEngine(teacher, temperature=TEACHERS))
         assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
         assert tied or model.lm_head.weight.grad is None
 
@@ -152,7 +154,7 @@ def test_a_teacher_gives_its_most_likely_ids_at_trained_predictions(monkeypatch,
         assert sets.counts.tolist() == (4 * (row.weights != 0)).tolist()
         if len(row) < 2:
             continue
-        right = log_p_of(teacher, row).detach().topk(4)
+        right = log_p_of(teacher, row, TEMPERATURE).detach().topk(4)
         for at in np.flatnonzero(row.weights):
             own = slice(sets.starts[at], sets.starts[at + 1])
             assert sets.ids[own].tolist() == right.indices[at - 1].tolist()
@@ -169,6 +171,71 @@ def test_what_a_teacher_gives_trains_a_student(teacher):
     assert part.loss == pytest.approx(whole.loss, rel=1e-12)
     assert linear.relative_error(linear.gradients(model), of_part) <= 1e-12
     model.zero_grad()
+
+
+def test_a_teacher_routes_by_itself_where_rows_have_the_experts_of_the_student():
+    student, teacher = (make_model("qwen3_moe", dtype=torch.float64, seed=seed) for seed in (1, 2))
+    layers = student.config.num_hidden_layers
+    chosen = np.random.default_rng(0).permuted(np.tile(np.arange(4), (len(ROWS), 9, layers, 1)), axis=-1)[..., :2]
+    rows = [row.replace(experts=of_row[: len(row)]) for row, of_row in zip(rows_alone(), chosen) if len(row) > 1]
+    engine = tt.TreeEngine(student)
+    every = [[range(VOCAB)] * (len(row) - 1) for row in rows]
+    scored = engine.score(rows, ids=every)  # of the student with the recorded experts
+    assert scored.id_logprobs is not None
+    loss, weights = torch.zeros((), dtype=torch.float64), 0.0
+    for row, q in zip(rows, scored.id_logprobs):
+        p = log_p_of(teacher, row, TEACHERS).detach()
+        each = (p.exp() * (p - q.view(-1, VOCAB))).sum(-1)
+        loss, weights = loss + (torch.tensor(row.weights[1:]) * each).sum(), weights + row.weights[1:].sum()
+    (loss / weights).backward()
+    scored.backward()
+    truth = linear.gradients(student)
+    for taught in (teacher, make_model("llama", dtype=torch.float64)):  # which has no experts
+        student.zero_grad()
+        result = engine.distill(rows, tt.TreeEngine(taught, temperature=TEACHERS))
+        assert taught is not teacher or result.loss == pytest.approx(float(loss / weights), rel=1e-12)
+        assert taught is not teacher or linear.relative_error(linear.gradients(student), truth) <= 1e-12
+        own, plain = (tt.TreeEngine(taught).teach(given, 3) for given in (rows, [row.ids for row in rows]))
+        for row, other in zip(own, plain):
+            assert row.teacher_topk is not None and other.teacher_topk is not None
+            trained = np.repeat(row.weights[1:] != 0, 3)
+            assert row.teacher_topk.ids.tolist() == other.teacher_topk.ids[trained].tolist()
+
+
+def test_distillation_starts_over_where_memory_runs_out_in_backward(teacher):
+    model, taught = make_model("qwen3", dtype=torch.float64), tt.TreeEngine(teacher)
+    tt.TreeEngine(model).distill(IDS, taught)
+    truth = linear.gradients(model)
+    model.zero_grad()
+    with freed_at_once(model), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = tt.TreeEngine(model, check=False)
+        with Shortage(model, backward=2) as shortage:
+            engine.distill(IDS, taught)
+        assert shortage.failures and named_budget(caught)
+        assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+        with (
+            Shortage(model, backward=2),
+            pytest.raises(RuntimeError, match=r"gradients of earlier calls lay in \.grad"),
+        ):
+            engine.distill(IDS, taught)
+
+
+@pytest.mark.parametrize("tokens", [("a", "b"), ("b", "a"), ("a", "b", "c")])
+def test_a_teacher_with_another_tokenizer_of_the_same_size_is_refused(teacher, tmp_path, monkeypatch, tokens):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    model = student()
+    for name, own, known in (("student", model, ("a", "b")), ("teacher", teacher, tokens)):
+        (tmp_path / name).mkdir()
+        Tokenizer(WordLevel(dict(zip(known, range(3))), unk_token="a")).save(str(tmp_path / name / "tokenizer.json"))
+        monkeypatch.setattr(own.config, "_name_or_path", str(tmp_path / name))
+    if tokens[:2] == ("a", "b"):  # no id that both have is another token
+        tt.TreeEngine(model).distill(ROWS, tt.TreeEngine(teacher))
+        return model.zero_grad()
+    with pytest.raises(UnsupportedModel, match=r"student\) has 'a' at id 0, the teacher's \(.*teacher\) 'b'"):
+        tt.TreeEngine(model).distill(ROWS, tt.TreeEngine(teacher))
 
 
 @pytest.mark.parametrize(
