@@ -3,12 +3,14 @@
     python -m examples.sft --output runs/warm
 
 The rows are recorded games of four countdown tasks. Trials of a task share their beginning, and all rows share the
-rules, so a step computes half of the tokens of its rows. The loss is on what the agents wrote.
+rules, so a step computes half of the tokens of its rows. The loss is on what the agents wrote; with ``--count once``
+on every move once, where games of a task begin with the same ones.
 """
 
 import argparse
 import random
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -19,13 +21,19 @@ STEPS, ROWS_PER_STEP = 110, 10
 
 
 def main(
-    steps: int = STEPS, rows_per_step: int = ROWS_PER_STEP, lr: float = 3e-3, seed: int = 0, output: Path | None = None
+    steps: int = STEPS,
+    rows_per_step: int = ROWS_PER_STEP,
+    lr: float = 3e-3,
+    seed: int = 0,
+    count: Literal["per trajectory", "once"] = "per trajectory",
+    output: Path | None = None,
 ):
     """Train the built-in model; returns the model and the loss of every step, in nats."""
     # The model is a plain Hugging Face one; any other causal LM and its tokenizer work too.
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
-    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none")
-    rows = [row for row in loaded.trajectories if row.group in TASKS]
+    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none", count=count)
+    rows = [row for row in loaded.trajectories if row.group in TASKS and row.weights.any()]
+    print(f"{len(rows)} rows train {sum(int((row.weights > 0).sum()) for row in rows)} tokens")
 
     engine = tt.TreeEngine(model, budget=8192)  # tokens whose graph is alive at once: bounds memory, not the batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -60,5 +68,6 @@ if __name__ == "__main__":
     parser.add_argument("--rows-per-step", type=int, default=ROWS_PER_STEP)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", choices=("per trajectory", "once"), default="per trajectory")
     parser.add_argument("--output", type=Path, help="folder for the model")
     main(**vars(parser.parse_args()))

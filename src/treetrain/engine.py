@@ -255,7 +255,8 @@ class TreeEngine(core.TreeEngine):
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
                 no gradient. None computes all.
             ids: for each row further ids of every prediction, whose log-probabilities `Scored.id_logprobs` has: L_k - 1
-                lists, None for none, or an array [L_k - 1, k] filled up with -1. None for a row asks for none.
+                lists, None for none, or an array [L_k - 1, k] filled up with -1. None for a row asks for none. The log
+                of a set's share of the whole is the ``logsumexp`` of its log-probabilities.
             images: for each row the ``images`` of `Trajectory`, or None.
             adapter_names: for each row the adapter that it goes through; see `forward_backward`.
 

@@ -14,7 +14,18 @@ from examples.countdown.chat import begin
 from examples.countdown.environment import Puzzle
 from examples.countdown.policies import expert, random_walk
 
-from examples import adapters, distill, dpo, grpo, own_loss, own_model, sampling_masks, sft, tree_objective
+from examples import (
+    adapters,
+    distill,
+    dpo,
+    grpo,
+    own_loss,
+    own_model,
+    sampling_masks,
+    sft,
+    stale_sampler,
+    tree_objective,
+)
 from treetrain.models.loading import load_model, load_tokenizer
 
 
@@ -46,7 +57,7 @@ def test_sft_lowers_the_loss_and_computes_shared_prefixes_once(capsys):
     _, losses = sft.main(steps=4, rows_per_step=6)
     assert losses[0] == pytest.approx(math.log(2048), abs=0.3)
     assert losses[-1] < losses[0] - 1
-    computed, flat = capsys.readouterr().out.splitlines()[0].split(", ")[1].split(" of ")
+    computed, flat = capsys.readouterr().out.splitlines()[1].split(", ")[1].split(" of ")
     assert int(computed) < 0.7 * int(flat.split()[0])
 
 
@@ -69,6 +80,25 @@ def test_with_the_kept_ids_the_engine_scores_what_the_sampler_drew_from():
     for record in sampling_masks.main(steps=2, count=4, top_p=0.7, warm_steps=3):
         assert record["gap"] < 1e-4 < 0.1 < record["gap without masks"]
         assert record["ratio"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_with_the_experts_of_its_sampler_a_policy_is_nearer_to_it():
+    fresh = stale_sampler.main(steps=3, lag=0, answers_per_task=3, warm_steps=12)
+    apart, with_its_own = (sum(record[name] for record in fresh) for name in ("kl", "kl_own"))
+    assert 0 < apart < 0.9 * with_its_own < 1e-3
+    assert all(record["outside"] == 0 for record in fresh)
+    stale = stale_sampler.main(steps=3, lag=2, answers_per_task=3, warm_steps=12, lr=3e-3)[-1]
+    assert stale["kl"] > 1e-3 and 0 < stale["outside"] < 1
+
+
+@pytest.mark.slow
+def test_moves_that_games_share_are_trained_once(capsys):
+    trained = []
+    for count in ("per trajectory", "once"):
+        sft.main(steps=1, count=count)
+        trained.append(int(capsys.readouterr().out.split(" train ")[1].split()[0]))
+    assert trained[1] < 0.8 * trained[0]
 
 
 @pytest.mark.slow

@@ -146,7 +146,8 @@ class DistillLoss(Loss):
 class TopKDistillLoss(Loss):
     """Distillation from the ids that a teacher finds most likely, with all other ids as one (`teacher_topk`).
 
-    p are the teacher's probabilities of a token's ids and of the rest, q the student's, over the whole vocabulary. On
+    p are the teacher's probabilities of a token's ids and of the rest, q the student's, over the whole vocabulary. The
+    rest is 1 minus those of the ids, but never below the rounding of 1 (1e-7 in float32), where it has no gradient. On
     answers of the student this is on-policy distillation, with a gradient for every id, not for the sampled one alone.
 
     Metrics: divergence (the loss), nll, and the masses of the teacher's ids: teacher_mass, student_mass.
