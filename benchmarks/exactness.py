@@ -1,10 +1,11 @@
 """Record the worst errors of the exactness tests as result rows.
 
-Run: python benchmarks/exactness.py [engine | trainers | adamw] [--dry-run] [options of pytest, such as -k "dpo and
-float32"]
+Run: python benchmarks/exactness.py [engine | fields | trainers | adamw] [--dry-run] [options of pytest, such as
+-k "dpo and float32"]
 
 engine (the default) runs tests/engine/test_numerics.py (random branching forests, every loss) and
-tests/engine/test_real_data.py; rows are appended to results/exactness.csv.
+tests/engine/test_real_data.py; rows are appended to results/exactness.csv. fields runs tests of what rows may carry
+(sets of ids, teachers, adapters, experts, images, tokens that count once), also on two ranks, for the same table.
 
 trainers runs the trainers of TRL and transformers for 20 steps with share_prefixes and without, on one process and on
 two. Rows hold the differences of logged metrics, final weights and weight updates; they are appended to
@@ -27,6 +28,19 @@ import rows
 ROOT = Path(__file__).parents[1]
 WORKS = {
     "engine": ("exactness", ["tests/engine/test_numerics.py", "tests/engine/test_real_data.py"]),
+    "fields": (
+        "exactness",
+        [
+            *("tests/engine/test_given_ids.py", "tests/engine/test_distill.py", "tests/engine/test_adapters.py"),
+            *("tests/engine/test_count_once.py", "tests/engine/test_images.py", "tests/models/test_moe_contract.py"),
+            *("tests/parallel/test_distill_ranks.py", "tests/parallel/test_engine_ranks.py"),
+            *(
+                "-k",
+                "gradients_of_rows_alone or ranks_distil or ranks_with_sets or its_own_rows or recorded_experts or"
+                " each_sampled_token or with_images_is_exact",
+            ),
+        ],
+    ),
     "trainers": (
         "trainer_exactness",
         [

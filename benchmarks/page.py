@@ -215,7 +215,8 @@ SECTIONS = (
     Section(
         "Further ids at each prediction",
         "Forward and backward of the LM head with the log-probabilities of further ids at each prediction, against the "
-        "head alone, in CPU seconds: random states that predict one token each, as in a policy loss.",
+        "head alone, in CPU seconds: random states that predict one token each, as in a policy loss. A loss that is "
+        "linear in the log-probabilities (SFT) needs the logits once, and twice over kept ids or from a teacher's.",
         "ids_at_head.csv",
         ("work", "device"),
         {
@@ -225,6 +226,27 @@ SECTIONS = (
             "alone, s": "cpu_seconds_alone",
             "with ids, s": "cpu_seconds",
             "times as long": between("cpu_times"),
+            "rounds": rounds,
+        },
+    ),
+    Section(
+        "What rows may carry",
+        "A step whose rows carry what a sampler or a teacher recorded: rows one by one, packed, with the same fields, "
+        "and a tree. *Than without* is the tree's time over that of a tree without the field: with the same loss, for "
+        "teachers with SFT; of two adapters, with one for all rows. A teacher over the vocabulary runs a second model. "
+        "The error is the difference between the gradients of rows and tree, both in float32.",
+        "row_fields.csv",
+        ("field",),
+        {
+            "rows carry": "field",
+            "tokens: rows → tree": tokens,
+            "rows, s": "rows_seconds",
+            "tree, s": "seconds",
+            "times as fast": between("speedup"),
+            "FLOPs allow": "each_row_ideal",
+            "efficiency": bold_efficiency,
+            "than without": between("times"),
+            "error": "gradient_error",
             "rounds": rounds,
         },
     ),

@@ -55,9 +55,7 @@ def answers() -> list[tt.Trajectory]:
     """Sampled answers that no other extends, each with an advantage and the log-probabilities of an old policy."""
     rng = np.random.default_rng(0)
     return [
-        row.replace(
-            advantages=np.full(len(row), rng.normal()), old_logprobs=rng.normal(-np.log(VOCAB), 0.1, len(row))
-        )
+        row.replace(advantages=np.full(len(row), rng.normal()), old_logprobs=rng.normal(-np.log(VOCAB), 0.1, len(row)))
         for row in cheapest_rows(tt.build_tree(load_workload("sampled answers")))
     ]
 

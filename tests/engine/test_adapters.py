@@ -10,6 +10,7 @@ from torch import nn
 
 import treetrain as tt
 from support.models import make_model
+from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
 from treetrain.core.errors import DataError
 
@@ -80,14 +81,16 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: g for name, g in found.items() if g.any()}
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The relative difference of all gradients together."""
     assert found.keys() == expected.keys()
     for name, g in expected.items():
         torch.testing.assert_close(found[name], g, rtol=0, atol=1e-12 * max(1.0, g.abs().max().item()), msg=name)
+    return linear.relative_error([found[name] for name in expected], list(expected.values()))
 
 
 @pytest.mark.parametrize(("budget", "whole"), [(None, False), (2, False), (4, True)])
-def test_each_adapter_gets_the_gradients_of_its_own_rows(budget, whole):
+def test_each_adapter_gets_the_gradients_of_its_own_rows(budget, whole, record_property):
     model = adapted(whole=whole)
     total, expected = by_hand(model, list(range(7)))
     assert any(".one." in name for name in expected) and any(".two." in name for name in expected)
@@ -101,7 +104,7 @@ def test_each_adapter_gets_the_gradients_of_its_own_rows(budget, whole):
         result = engine.forward_backward(rows(), tt.losses.reinforce(), adapter_names=NAMES)
         assert result.loss == pytest.approx(total, rel=1e-12)
         assert result.flat_tokens == sum(map(len, IDS)) and result.unique_tokens == 6 + 9 + 4  # one, two, base
-        same(grads(model), expected)
+        record_property("errors", {"float64": same(grads(model), expected)})
         scored = engine.score(IDS, adapter_names=NAMES, entropies=True)
         count = sum(len(x) for x in scored.logprobs)
         assert [len(x) for x in scored.logprobs] == [len(ids) - 1 for ids in IDS] and len(scored.entropies) == 7

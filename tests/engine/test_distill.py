@@ -104,7 +104,7 @@ def expected(kind: str, model: nn.Module, teacher: nn.Module) -> Tensor:
     ],
 )
 def test_a_divergence_over_the_vocabulary_has_the_gradients_of_rows_alone(
-    monkeypatch, teacher, kind, name, budget, states
+    monkeypatch, teacher, kind, name, budget, states, record_property
 ):
     monkeypatch.setattr(distill, "head_chunk_rows", lambda _vocabulary, _device: states)
     model = student(name)
@@ -115,7 +115,9 @@ def test_a_divergence_over_the_vocabulary_has_the_gradients_of_rows_alone(
     result = engine.distill(ROWS, tt.TreeEngine(teacher, temperature=TEACHERS), kind)
     assert abs(result.loss - float(truth_loss)) <= 1e-12 * float(truth_loss)
     assert result.metrics["divergence"] == pytest.approx(result.loss, rel=1e-12)
-    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    error = linear.relative_error(linear.gradients(model), truth)
+    record_property("errors", {"float64": error})
+    assert error <= 1e-12
     assert result.computed_tokens < sum(len(row) for row in ROWS) - 4
     assert all(p.grad is None for p in teacher.parameters())
     model.zero_grad()

@@ -109,7 +109,7 @@ def some_loss(logprobs, entropies, of_ids) -> Tensor:
 @pytest.mark.few(1)
 @every_way
 @every_plan
-def test_scores_at_ids_and_over_kept_ids_have_the_gradients_of_rows_alone(model, shape, keep, graphs):
+def test_scores_at_ids_and_over_kept_ids_have_the_gradients_of_rows_alone(model, shape, keep, graphs, record_property):
     rows, rng = dressed(), np.random.default_rng(1)
     asked: list[Sets] = [random_sets(row[1:], rng, own=False) for row in ROWS]
     asked[1][-1] = [24, 5]  # type: ignore[index] # the token itself too
@@ -134,7 +134,9 @@ def test_scores_at_ids_and_over_kept_ids_have_the_gradients_of_rows_alone(model,
     found.backward()
     scored.backward()
     assert abs(float(found - loss)) <= 1e-12 * abs(float(loss))
-    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    error = linear.relative_error(linear.gradients(model), truth)
+    record_property("errors", {"float64": error})
+    assert error <= 1e-12
     assert scored.plan.scores_first == graphs.replace("partly", "kept")
 
 
@@ -195,7 +197,7 @@ LOSSES = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOSSES)
 @every_plan
-def test_a_step_has_the_gradients_of_rows_alone(model, shape, keep, name):
+def test_a_step_over_given_ids_has_the_gradients_of_rows_alone(model, shape, keep, name, record_property):
     loss, per_token = LOSSES[name]
     rows = dressed()
     expected = weighted_sum(per_token, model, rows)
@@ -203,7 +205,9 @@ def test_a_step_has_the_gradients_of_rows_alone(model, shape, keep, name):
     model.zero_grad()
     result = planned(shape, keep)(model, temperature=TEMPERATURE).forward_backward(rows, loss)
     assert abs(result.loss - float(expected)) <= 1e-12 * max(1, abs(float(expected)))
-    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    error = linear.relative_error(linear.gradients(model), truth)
+    record_property("errors", {"float64": error})
+    assert error <= 1e-12
 
 
 def test_ids_outside_the_vocabulary_and_wrong_lists_are_refused_by_row_and_position(model):

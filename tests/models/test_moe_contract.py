@@ -27,11 +27,11 @@ MANY += [planned("one segment per part", "mixed"), planned("shared prefill", "no
 FAST = ("deepseek_v3", "gpt_oss", "llama4_text")  # the tests below have others
 
 
-def check(family: str, cases, examples: int, *, engines=(TreeEngine,), recorded: bool = False) -> None:
-    """The numerics contract; `recorded`: some experts are given at random, some left to the router."""
+def check(family: str, cases, examples: int, *, engines=(TreeEngine,), recorded: bool = False) -> dict[str, float]:
+    """The numerics contract, and its errors; `recorded`: some experts are given at random, some left to the router."""
     model = make_model(family)
     prepare = functools.partial(moe.at_random, places=len(moe.routers_of(model))) if recorded else list
-    check_contract(model, cases, examples, engines=engines, prepare=prepare)
+    return check_contract(model, cases, examples, engines=engines, prepare=prepare)
 
 
 def check_with_auxiliary_loss(family: str, cases, examples: int, *, engines, recorded: bool = False) -> None:
@@ -74,8 +74,9 @@ def test_a_tree_in_parts_equals_its_rows_with_the_auxiliary_loss_of_all_of_them(
     "family",
     ["mixtral", "glm4_moe", "llama4_text", "nemotron_h"],
 )
-def test_recorded_experts_are_used_again_in_a_tree_as_in_its_rows(family):
-    check(family, [SFT], 2, engines=[planned("1 part", "none"), planned("chunks of 2", "mixed")], recorded=True)
+def test_recorded_experts_are_used_again_in_a_tree_as_in_its_rows(family, record_property):
+    engines = [planned("1 part", "none"), planned("chunks of 2", "mixed")]
+    record_property("errors", check(family, [SFT], 2, engines=engines, recorded=True))
 
 
 @pytest.mark.slow

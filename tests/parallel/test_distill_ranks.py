@@ -75,8 +75,9 @@ def on_rank(group: Any, student: str, teacher: str, split: str, tied: bool, stat
 
 
 @pytest.mark.parametrize(("student", "teacher", "split", "tied"), CASES)
-def test_ranks_distil_as_one_process(two, student, teacher, split, tied):
+def test_ranks_distil_as_one_process(two, student, teacher, split, tied, record_property):
     for seen in two.run(on_rank, student, teacher, split, tied, 5, timeout=300):
+        record_property("errors", {"float64": seen["gradients"]})
         assert seen["gradients"] <= 1e-12 and max(seen["losses"]) <= 1e-12, seen
         assert max(map(abs, seen["metrics"])) <= 1e-12 and seen["counts"] == [0, 0], seen
         assert all(seen["teach"]) and all(seen["teacher"]), seen
