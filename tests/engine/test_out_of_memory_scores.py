@@ -72,7 +72,7 @@ def primitive(model, budget: int | None, **limits) -> tuple[list[int], torch.Ten
         pytest.param(None, {"graph": 9}, 1, marks=pytest.mark.slow),
         pytest.param(None, {"total": 6}, 2, marks=pytest.mark.slow),
         pytest.param(None, {"backward": 9}, 1, marks=pytest.mark.slow),
-        pytest.param(12, {"graph": 5}, 1, marks=pytest.mark.slow),
+        pytest.param(12, {"graph": 5}, 2, marks=pytest.mark.slow),
         pytest.param(12, {"backward": 5}, 1, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -91,7 +91,8 @@ def test_the_primitive_falls_back_to_smaller_parts_in_forward_and_backward(model
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_primitive_under_reentrant_checkpointing_falls_back_too():
+def test_the_primitive_under_reentrant_checkpointing_falls_back_too(monkeypatch):
+    monkeypatch.setattr("treetrain.check.first_use.compare_first_use", lambda *_: None)  # it would count calls too
     model = make_model("qwen3", dtype=torch.float64)
     with PureFloat64():
         expected = linear.gradients(model, own_loss(*linear.score_rows(model, IDS)))

@@ -421,7 +421,8 @@ class TreeEngine:
         else:
             gradients = StreamedGradients(table, batch, loss, normaliser)
         if has_passes:
-            passes = self.passes_type(call, extensions, counts, table, gradients)
+            logits = coefficients is None and call.keeps_logits(plan)  # else the head makes them again in backward
+            passes = self.passes_type(call, extensions, counts, table, gradients, keep_logits=logits)
             Executor(plan, passes, gradients=True).train()
         if isinstance(gradients, StreamedGradients):
             gradients.finish()

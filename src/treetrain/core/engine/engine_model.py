@@ -469,11 +469,14 @@ class Call:
         return min(plans, key=cost.seconds if cost is not None else lambda each: each.recomputed_tokens, default=None)
 
     def keeps_logits(self, plan: Plan) -> bool:
-        """Whether the logits of kept parts fit in addition to the graphs of a plan, with room to spare.
+        """Whether the logits of graphs that are alive together fit beside a plan, with room to spare.
 
-        Keeping them saves a second product of the head's matrix with every row.
+        Keeping them saves a second product of the head's matrix with every row. Where a step runs part by part, only a
+        plan of one part keeps them: smaller ones are made to save memory.
         """
-        rows = int(plan.kept[plan.part_of[plan.layout.rows]].sum())
+        if plan.scores_first == "no" and plan.num_parts > 1:
+            return False
+        rows = int(plan.kept[plan.part_of[plan.layout.rows]].sum()) if plan.num_parts > 1 else len(plan.layout.rows)
         logits = rows * self.capabilities.vocab_size * self.wide_dtype.itemsize
         return self.has_room(plan, extra=logits, margin=MEMORY_MARGIN)
 
