@@ -20,7 +20,7 @@ from treetrain.logs.once import count_once
 ROWS = [
     tt.Trajectory([1, 2, 3, 4], loss_weights=[0, 0, 1, 1]),
     tt.Trajectory([1, 2, 3, 4, 6, 7], loss_weights=[0, 0, 1, 1, 0, 1]),
-    tt.Trajectory([1, 2, 3, 5], loss_weights=[0, 0, 0.5, 0.5]),
+    tt.Trajectory([1, 2, 3, 5], loss_weights=[0, 0, 1, 0.5]),
     tt.Trajectory([1, 2, 3, 4], loss_weights=[0, 0, 1, 1]),
     tt.Trajectory([9, 3, 4], loss_weights=[0, 1, 1]),
 ]
@@ -42,7 +42,7 @@ def test_a_token_weighs_in_the_first_row_through_it_that_trains_it():
 def test_episodes_were_sampled_apart_and_rows_of_one_repeat_each_other():
     episodes = ["a", "a", "b", "b", "a"]
     rows = [row.replace(episode=one, group="g") for row, one in zip(ROWS, episodes)]
-    assert weights(count_once(rows)) == [BY_HAND[0], BY_HAND[1], [0, 0, 0.5, 0.5], [0, 0, 0, 1], BY_HAND[4]]
+    assert weights(count_once(rows)) == [BY_HAND[0], BY_HAND[1], [0, 0, 1, 0.5], [0, 0, 0, 1], BY_HAND[4]]
 
 
 def test_tokens_with_different_experts_are_different_tokens():
