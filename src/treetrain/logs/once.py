@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from treetrain.logs.records import Notes
 
 Count = Literal["per trajectory", "once"]
-ROUNDING = 1e-4
-"""Log-probabilities, in nats, that differ by no more are one number: two roundings of it to 4 decimals are as close."""
+ROUNDING = 1.5e-4
+"""Log-probabilities, in nats, that differ by no more are one number: two roundings to 4 decimals may be 1e-4 apart."""
 
 
 def checked_count(count: str) -> Count:
@@ -95,7 +95,7 @@ def repeats(rows: Sequence[Trajectory], tree: TokenTree | None = None) -> Iterat
         if not any(row.images or row.experts is not None for row in rows):  # errors of these number the rows
             trained = np.array([row.weights.any() for row in rows], bool)
             numbers = np.flatnonzero(trained & (np.bincount(apart[trained], minlength=len(rows) + 1)[apart] > 1))
-        tree = build_tree([rows[number] for number in numbers], apart=apart[numbers])
+        tree = build_tree([rows[number] for number in numbers.tolist()], apart=apart[numbers])
     offsets, token = tree.paths()
     if tree.special:
         # Tokens of one predecessor and one id have one prediction, whatever they carry themselves. No root is trained.
