@@ -289,7 +289,7 @@ def once_masks(
     rows = []
     for prompt, response, mask, trajectory in zip(*(generator_output[name] for name in names), trajectories):
         ids, facts = [*prompt, *response], {}
-        if experts is not None:
+        if experts is not None and len(experts[len(rows)]):
             record = np.asarray(experts[len(rows)])[: len(ids)]
             record = without_fill(record, "rollout_expert_indices of SkyRL", "switch the recording off")
             facts["experts"] = np.concatenate([record, np.full((len(ids) - len(record), *record.shape[1:]), -1)])
@@ -303,9 +303,11 @@ def once_masks(
         )
         rows.append(row)
     counted, largest, recorded = count_once(rows), 0.0, generator_output.get("rollout_logprobs")
-    for number, other, at in repeats(rows) if recorded is not None else ():
-        pair = [np.asarray(recorded[k])[at - len(generator_output["prompt_token_ids"][k])] for k in (number, other)]
-        largest = max(largest, float(np.abs(pair[0] - pair[1]).max()))
+    if recorded is not None:
+        begins = [len(prompt) for prompt in generator_output["prompt_token_ids"]]
+        for number, other, at in repeats(rows):
+            pair = [np.asarray(recorded[k])[at - begins[k]] for k in (number, other)]
+            largest = max(largest, float(np.abs(pair[0] - pair[1]).max()))
     masks = [
         [x if weight else 0 for x, weight in zip(mask, row.weights[len(row) - len(mask) :])]
         for mask, row in zip(generator_output["loss_masks"], counted)
