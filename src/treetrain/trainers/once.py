@@ -88,9 +88,10 @@ def data_counted_once(trainer: Trainer) -> Any:
     empty = sum(bool(before.weights.any()) and not after.weights.any() for before, after in zip(rows, counted))
     trained, left = (sum(int((row.weights != 0).sum()) for row in kept) for kept in (rows, counted))
     if trainer.is_world_process_zero():
-        said = "count='once': %d of %d trained tokens repeat one of an earlier row"
-        said += "; %d rows only repeat, and a step of such rows alone has gradient 0" if empty else "%.0d"
-        logger.warning(said, trained - left, trained, empty)
+        said = f"count='once': {trained - left} of {trained} trained tokens repeat one of an earlier row"
+        if empty:
+            said += f"; {empty} rows only repeat: a step of such rows alone has gradient 0, and counts as a step"
+        logger.warning(said)
     if hasattr(dataset, "add_column"):  # datasets.Dataset
         kept = dataset.remove_columns("labels") if "labels" in columns else dataset
         found = kept.add_column("labels", labels)
@@ -171,7 +172,7 @@ def _check_columns(trainer: Trainer, dataset: Any, columns: Sequence[str], rows:
     for number, other, at in repeats(rows) if others else ():
         for name in others:
             pair = [dataset[one].get(name) for one in (other, number)]
-            if all(np.shape(value)[:1] == rows[one].ids.shape for value, one in zip(pair, (other, number))):
+            if all(hasattr(x, "__len__") and len(x) == len(rows[k]) for x, k in zip(pair, (other, number))):
                 pair = [value[: at[-1] + 1] for value in pair]  # per token
             if not _equal(*pair):
                 raise DataError(
