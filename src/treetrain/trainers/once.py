@@ -26,14 +26,15 @@ from treetrain.trainers.settings import classes_of_trl
 logger = logging.getLogger(__name__)
 
 REASONS = {
-    "GRPOTrainer": "draws every row by itself: equal tokens of two rows were sampled twice, and both count",
+    "GRPOTrainer": "draws every row by itself: equal tokens of two rows were sampled twice, and both count. A "
+    "rollout_func whose completions repeat a turn returns env_mask with 0 there in all but one of them",
     "RLOOTrainer": "draws every row by itself: equal tokens of two rows were sampled twice, and both count",
     "AsyncGRPOTrainer": "gets rows of which each trains the tokens of its own turns alone, so none counts twice",
     "DPOTrainer": "compares whole rows",
     "KTOTrainer": "compares whole rows",
     "RewardTrainer": "trains no tokens",
 }
-"""Trainers of TRL whose rows do not repeat sampled tokens, or whose loss is no sum over tokens."""
+"""Trainers of TRL whose data are no sampled tokens, whose rows do not repeat them, or whose loss does not sum them."""
 
 MASKS = ("completion_mask", "assistant_masks")
 """Columns by which a collator of TRL may leave out tokens of rows without labels."""
