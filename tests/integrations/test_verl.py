@@ -933,8 +933,10 @@ def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: P
     assert max(step["training/rollout_probs_diff_max"] for step in steps) < 1e-4
     # The eight trajectories of a prompt, two of each agent, meet in one process: that is why they share.
     assert min(step["actor/tree/overlap"] for step in steps) > 0.4
-    # Of ten tokens that the two trajectories train, two are the same; the sampler's numbers for them are copies.
-    assert {round(step["tree/repeated_tokens"], 12) for step in steps} == {0.2}
+    # Of ten tokens that the two trajectories train, two are the same; the sampler's numbers for them are copies. More
+    # are where the first call has sampled the tool's token and went on as the second one did.
+    shares = [step["tree/repeated_tokens"] for step in steps]
+    assert min(shares) == pytest.approx(0.2) and max(shares) < 0.25
     assert max(step["tree/repeated_logprob_difference"] for step in steps) < 1e-6
 
 
