@@ -441,6 +441,15 @@ def test_the_trainer_gets_the_masks_that_count_once(monkeypatch: pytest.MonkeyPa
     output["trajectory_ids"] = [TrajectoryID("a", 0)] * 2
     found = RayPPOTrainer.convert_to_training_input(trainer, output, ["a", "a"])
     assert found == ([[1], [0, 1]], ["a", "a"]) and trainer.all_metrics["tree/repeated_tokens"] == 1 - 2 / 3
+    from treetrain.integrations import skyrl as module
+
+    settings.policy = SimpleNamespace(model=SimpleNamespace(path="a model for images"))
+    tokens = {"a model for images": SimpleNamespace(image_token_id=9)}
+    monkeypatch.setattr(module, "AutoConfig", SimpleNamespace(from_pretrained=tokens.__getitem__))
+    output |= {"prompt_token_ids": [[9], [9]], "image_grid_thw": [torch.tensor([[1, 2, 2]])] * 2}
+    output["pixel_values"] = [torch.zeros(4, 8), torch.ones(4, 8)]
+    assert RayPPOTrainer.convert_to_training_input(trainer, output, ["a", "a"])[0] == [[1], [1, 1]]
+    assert trainer.all_metrics == {"tree/repeated_tokens": 0.0, "tree/repeated_logprob_difference": 0.0}
 
 
 def test_the_worker_hands_on_the_records_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

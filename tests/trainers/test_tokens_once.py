@@ -219,6 +219,9 @@ class Own(Trainer):
 
 def test_a_loss_of_ones_own_counts_once_if_it_says_that_it_sums_tokens(tmp_path):
     refused(plain(tmp_path, data(), kind=Own), r"Own\.compute_loss is a loss of your own.*trainer\.sums_tokens = True")
+    set_later = plain(tmp_path, data())
+    set_later.compute_loss = lambda *args, **kwargs: 0.0  # type: ignore[method-assign]
+    refused(set_later, r"Trainer\.compute_loss is a loss of your own")
     function = plain(tmp_path, data())
     function.compute_loss_func = lambda outputs, labels, num_items_in_batch: 0.0
     refused(function, "compute_loss_func is a loss of your own.*the function.sums_tokens = True")

@@ -80,7 +80,7 @@ def count_once(
 
 
 def repeats(rows: Sequence[Trajectory], tree: TokenTree | None = None) -> Iterator[tuple[int, int, Int64s]]:
-    """Trained tokens that an earlier row trains: the number of their row and of that one, and their places.
+    """Trained tokens that an earlier row trains: the number of their row and of that one, and a run of their places.
 
     Args:
         rows: K rows.
@@ -107,8 +107,6 @@ def repeats(rows: Sequence[Trajectory], tree: TokenTree | None = None) -> Iterat
     again = before < at
     row, other = (np.searchsorted(offsets, x[again], side="right") - 1 for x in (at, before))
     places = at[again] - offsets[row]
-    order = np.lexsort((other, row))
-    row, other, places = row[order], other[order], places[order]
     cuts = np.flatnonzero((np.diff(row) != 0) | (np.diff(other) != 0)) + 1
     starts = np.append(0, cuts)[: len(row)]
     for start, stop in zip(starts.tolist(), [*cuts.tolist(), len(row)]):

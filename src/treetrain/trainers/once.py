@@ -108,7 +108,7 @@ def _check_sums_tokens(trainer: Trainer) -> None:
     args, name = trainer.args, type(trainer).__name__
     kind = next(kind for kind in (trainer, *type(trainer).__mro__) if "compute_loss" in vars(kind))
     own: list[tuple[str, object]] = []
-    if not kind.__module__.startswith(("transformers.", "trl.")):
+    if kind is trainer or not kind.__module__.startswith(("transformers.", "trl.")):
         own.append((f"{name}.compute_loss", trainer))
     function = trainer.compute_loss_func
     if function is not None and not getattr(function, "__module__", "").startswith("trl."):
