@@ -144,6 +144,11 @@ def _rows(trainer: Trainer, dataset: Any, columns: Sequence[str]) -> Iterator[Tr
     facts, reaching = [name for name in GIVEN if name in columns], _reaching(trainer, columns)
     pictured = [name for name in IMAGE_INPUTS if name in reaching]
     token = getattr(causal_lm(trainer.model).config, "image_token_id", None)  # type: ignore[arg-type]
+    if pictured and token is None:
+        raise ValueError(
+            f"train_dataset has {', '.join(pictured)}, and the configuration of {type(trainer.model).__name__} no "
+            "image_token_id, by which count='once' finds images in rows: remove the columns from data of text"
+        )
     for number in range(len(dataset)):
         row: Mapping[str, Any] = dataset[number]
         ids, labels = np.asarray(row["input_ids"]), row.get("labels")
