@@ -164,9 +164,7 @@ def test_rows_with_other_images_or_experts_sampled_other_tokens(tmp_path):
     with_images = plain(tmp_path, pictured, model=vision)
     with_images.data_collator = collator
     assert labelled(with_images) == [last, last, []]
-    refused(
-        plain(tmp_path, pictured), "train_dataset has pixel_values, image_grid_thw, and the configuration of Qwen3For"
-    )
+    refused(plain(tmp_path, pictured), "train_dataset has pixel_values, image_grid_thw, and the configuration of Qwen3")
     records = [np.tile([0, 1], (4, 2, 1)) for _ in range(3)]
     records[1][2], records[2] = (
         2 + records[1][2] % 2,
