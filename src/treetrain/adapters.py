@@ -42,6 +42,14 @@ def named_by_keys(model: Any, rows: Sequence[Trajectory]) -> list[str]:
     return [active[0] if row.key is None else str(row.key) for row in rows]
 
 
+def _with_one_key(rows: Sequence[Any], name: str) -> Sequence[Any]:
+    """Rows of one adapter that share: those whose key names it get the key None where others have that."""
+    keys = {getattr(row, "key", None) for row in rows}
+    if not {None, name} <= keys:
+        return rows
+    return [row.replace(key=None) if getattr(row, "key", None) == name else row for row in rows]
+
+
 @contextmanager
 def trained_kept(model: nn.Module) -> Iterator[dict[str, bool]]:
     """After the block the same parameters are trained; yields whether each is, by name.
@@ -189,7 +197,7 @@ def forward_backward(
         for name, numbers in groups.rows.items():
             own = None if mask is None else [mask[k] for k in numbers]
             with groups.active(name):
-                of_adapter = [rows[k] for k in numbers]
+                of_adapter = _with_one_key([rows[k] for k in numbers], name)
                 results.append(engine.forward_backward(of_adapter, loss, normaliser, sync=False, mask=own))
     if sync:
         engine.sharing.average_gradients(parameters)
@@ -215,7 +223,8 @@ class ScoredAdapters(Scored):
         for name, numbers in self._groups.rows.items():
             own = {kind: None if given is None else [given[k] for k in numbers] for kind, given in by_row.items()}
             with self._groups.active(name):
-                self.by_adapter[name] = engine.score([rows[k] for k in numbers], **own, **options)
+                of_adapter = _with_one_key([rows[k] for k in numbers], name)
+                self.by_adapter[name] = engine.score(of_adapter, **own, **options)
         self.logprobs, self.id_logprobs = self._arranged("logprobs") or (), self._arranged("id_logprobs")
         self.entropies, self.values = self._arranged("entropies"), self._arranged("values")
         self.is_top1, self.mean_logits = self._arranged("is_top1"), self._arranged("mean_logits")

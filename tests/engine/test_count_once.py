@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import treetrain as tt
+from support import images
 from support.models import make_model
 from treetrain.check import linear
 from treetrain.check.contract import PureFloat64
@@ -73,6 +74,23 @@ def test_a_step_is_that_of_one_row_for_each_sampled_token(name, budget):
         assert result.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-12)
         assert result.loss != pytest.approx(often.loss, rel=1e-6)
         assert result.metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("budget", [None, 6])
+def test_tokens_after_other_images_count_by_themselves(budget):
+    model, rows = images.image_model("Qwen3-VL"), []
+    for seed in (0, 1, 0):
+        row = images.row(5, images.image(seed), 7, 8, 9, episode="e")
+        rows.append(row.replace(loss_weights=[0.0] * (len(row) - 3) + [1.0] * 3))
+    model.zero_grad()
+    with PureFloat64():
+        scores = images.plain_scores(model, rows[:2])
+        expected = -sum(one[-3:].sum() for one in scores) / 6
+        expected.backward()
+    gradient = linear.gradients(model)
+    result, found = step(model, count_once(rows), tt.losses.sft(), budget=budget)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-12)
+    assert linear.relative_error(found, gradient) <= 1e-12
 
 
 class OwnLoss:

@@ -337,13 +337,15 @@ def test_steps_that_train_a_turn_again_count_it_once() -> None:
     from skyrl.train.generators.base import TrajectoryID
 
     from treetrain.core.errors import DataError
-    from treetrain.integrations.skyrl import check_sums_tokens, once_masks
+    from treetrain.integrations.skyrl import once_masks
 
     prompts, responses = [[1, 2], [1], [1, 2], [1, 2]], [[7, 8], [2, 7, 8, 3, 9], [7, 5], [7, 8]]
     masks = [[1, 1], [0, 1, 1, 0, 1], [1, 1], [1, 1]]
     ids = [TrajectoryID("a", 0), TrajectoryID("a", 0), TrajectoryID("a", 0), TrajectoryID("a", 1)]
     output = {"prompt_token_ids": prompts, "response_ids": responses, "loss_masks": masks, "trajectory_ids": ids}
-    once, repeated = once_masks(output)
+    logprobs = [[-1.0] * len(row) for row in responses]
+    logprobs[1][2] -= 0.25
+    once, numbers = once_masks(output | {"rollout_logprobs": logprobs})
     seen, expected = set(), []
     for prompt, response, mask, trajectory in zip(prompts, responses, masks, ids):
         own = []
@@ -352,7 +354,8 @@ def test_steps_that_train_a_turn_again_count_it_once() -> None:
             own.append(int(trained and name not in seen))
             seen |= {name} if trained else set()
         expected.append(own)
-    assert once == expected == [[1, 1], [0, 0, 0, 0, 1], [0, 1], [1, 1]] and repeated == 1 - 6 / 9
+    assert once == expected == [[1, 1], [0, 0, 0, 0, 1], [0, 1], [1, 1]]
+    assert numbers == {"tree/repeated_tokens": 1 - 6 / 9, "tree/repeated_logprob_difference": 0.25}
     tokenizer = SimpleNamespace(pad_token_id=0)
     rewards = [[0.0] * len(row) for row in responses]
     tensors = convert_prompts_responses_to_batch_tensors(tokenizer, prompts, responses, rewards, once)
@@ -361,12 +364,62 @@ def test_steps_that_train_a_turn_again_count_it_once() -> None:
     assert float((scaled * mask).sum()) == pytest.approx(1.0) and float(scaled[0, -1]) == pytest.approx(1 / 6)
     with pytest.raises(DataError, match=r"no trajectory_ids.*step_wise_trajectories=True"):
         once_masks(output | {"trajectory_ids": None})
-    good = {"loss_reduction": "token_mean", "policy_loss_type": "regular", "use_kl_loss": False}
-    good["use_entropy_loss"] = False
-    check_sums_tokens(SimpleNamespace(**good))
-    for name, value in (("loss_reduction", "sequence_mean"), ("policy_loss_type", "gspo"), ("use_kl_loss", True)):
-        with pytest.raises(ValueError, match=rf"trainer\.algorithm\.{name}={value} is not; set it to"):
-            check_sums_tokens(SimpleNamespace(**good | {name: value}))
+
+
+def sums_of_tokens() -> Any:
+    """SkyRL's own settings of a loss that is a mean over tokens."""
+    from skyrl.train.config.config import AlgorithmConfig
+
+    algorithm = AlgorithmConfig(use_kl_loss=False)
+    algorithm.off_policy_correction.tis_ratio_type = "token"
+    return algorithm
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss_reduction", "sequence_mean"),
+        ("policy_loss_type", "gspo"),
+        ("use_kl_loss", True),
+        ("off_policy_correction.tis_ratio_type", "sequence"),
+        ("off_policy_correction.sequence_mask_metric", "geometric"),
+        ("off_policy_correction.outlier_token_is_threshold_high", 100.0),
+        ("off_policy_correction.outlier_token_is_threshold_low", 1e-4),
+    ],
+)
+def test_a_loss_that_reads_whole_responses_does_not_count_once(name: str, value: Any) -> None:
+    importlib.import_module("support.skyrl_cpu")
+    from treetrain.integrations.skyrl import check_sums_tokens
+
+    algorithm = sums_of_tokens()
+    check_sums_tokens(algorithm)
+    *above, last = name.split(".")
+    setattr(getattr(algorithm, above[0]) if above else algorithm, last, value)
+    with pytest.raises(ValueError, match=rf"trainer\.algorithm\.{name}={value} is not; set it to"):
+        check_sums_tokens(algorithm)
+
+
+def test_steps_with_other_images_or_experts_sampled_other_tokens() -> None:
+    importlib.import_module("support.skyrl_cpu")
+    from skyrl.train.generators.base import TrajectoryID
+
+    from treetrain.core.errors import DataError
+    from treetrain.integrations.skyrl import once_masks
+
+    output: dict[str, Any] = {
+        "prompt_token_ids": [[1, 9, 2]] * 3,
+        "response_ids": [[5, 6]] * 3,
+        "loss_masks": [[1, 1]] * 3,
+        "trajectory_ids": [TrajectoryID("a", 0)] * 3,
+    }
+    pixels = [torch.zeros(4, 8), torch.ones(4, 8), torch.zeros(4, 8)]
+    images = {"pixel_values": pixels, "image_grid_thw": [torch.tensor([[1, 2, 2]])] * 3}
+    assert once_masks(output | images, 9)[0] == [[1, 1], [1, 1], [0, 0]]
+    with pytest.raises(DataError, match="images are given without image_token"):
+        once_masks(output | images)
+    # Experts of the second step differ at token 3; records end a token early, or with zeros.
+    records = [[[[0, 1]]] * 4, [[[0, 1]]] * 3 + [[[2, 3]]] * 2, [[[0, 1]]] * 4 + [[[0, 0]]]]
+    assert once_masks(output | {"rollout_expert_indices": records})[0] == [[1, 1], [0, 1], [0, 0]]
 
 
 def test_the_trainer_gets_the_masks_that_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,14 +435,21 @@ def test_the_trainer_gets_the_masks_that_count_once(monkeypatch: pytest.MonkeyPa
         RayPPOTrainer, "convert_to_training_input", lambda self, output, uids: (output["loss_masks"], uids)
     )
     count_tokens_once()
-    algorithm = SimpleNamespace(
-        loss_reduction="token_mean", policy_loss_type="regular", use_kl_loss=False, use_entropy_loss=False
-    )
-    trainer = SimpleNamespace(cfg=SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm)), all_metrics={})
+    settings = SimpleNamespace(algorithm=sums_of_tokens())
+    trainer = SimpleNamespace(cfg=SimpleNamespace(trainer=settings), all_metrics={})
     output = {"prompt_token_ids": [[1], [1]], "response_ids": [[2], [2, 3]], "loss_masks": [[1], [1, 1]]}
     output["trajectory_ids"] = [TrajectoryID("a", 0)] * 2
     found = RayPPOTrainer.convert_to_training_input(trainer, output, ["a", "a"])
     assert found == ([[1], [0, 1]], ["a", "a"]) and trainer.all_metrics["tree/repeated_tokens"] == 1 - 2 / 3
+    from treetrain.integrations import skyrl as module
+
+    settings.policy = SimpleNamespace(model=SimpleNamespace(path="a model for images"))
+    tokens = {"a model for images": SimpleNamespace(image_token_id=9)}
+    monkeypatch.setattr(module, "AutoConfig", SimpleNamespace(from_pretrained=tokens.__getitem__))
+    output |= {"prompt_token_ids": [[9], [9]], "image_grid_thw": [torch.tensor([[1, 2, 2]])] * 2}
+    output["pixel_values"] = [torch.zeros(4, 8), torch.ones(4, 8)]
+    assert RayPPOTrainer.convert_to_training_input(trainer, output, ["a", "a"])[0] == [[1], [1, 1]]
+    assert trainer.all_metrics == {"tree/repeated_tokens": 0.0, "tree/repeated_logprob_difference": 0.0}
 
 
 def test_the_worker_hands_on_the_records_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -717,6 +718,59 @@ def test_each_sampled_token_counts_in_the_first_trajectory_of_its_agent_loop() -
         once_masks(keys, data)
 
 
+def test_trajectories_with_other_images_or_experts_sampled_other_tokens() -> None:
+    from tensordict import NonTensorStack, TensorDict
+
+    from treetrain.core.errors import DataError
+    from treetrain.integrations.verl import once_masks, replays_experts
+
+    def jagged(rows: list[Any]) -> Any:
+        return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
+
+    def counted(image_token: int | None = None, **more: Any) -> list[list[int]]:
+        ones = jagged([[1, 1]] * 3)
+        fields = {"input_ids": jagged([[1, 9, 2, 5, 6]] * 3), "response_mask": ones, "loss_mask": ones, **more}
+        data = TensorDict({**fields, "advantages": jagged([[1.0, 1.0]] * 3)}, batch_size=3)
+        masks, _ = once_masks(["p_0_0", "p_0_1", "p_0_2"], data, image_token)
+        return [row.tolist() for row in masks["response_mask"].unbind()]
+
+    grid = torch.tensor([[1, 2, 2]])
+    seen = [{"pixel_values": torch.full((4, 8), x), "image_grid_thw": grid} for x in (0.0, 1.0, 0.0)]
+    assert counted(9, multi_modal_inputs=NonTensorStack(*seen)) == [[1, 1], [1, 1], [0, 0]]
+    with pytest.raises(DataError, match=r"p_0_0.*images are given without image_token"):
+        counted(multi_modal_inputs=NonTensorStack(*seen))
+    experts = torch.tensor([0, 1]).expand(3, 5, 1, 2).clone()
+    experts[1, 3], experts[2, 4] = torch.tensor([2, 3]), 0  # the last record of a row is fill
+    assert counted(routed_experts=jagged([*experts])) == [[1, 1], [0, 1], [0, 0]]
+    from omegaconf import OmegaConf
+
+    for mode in ("R3", "disabled"):
+        actor = {"fsdp_config": {"router_replay": {"mode": mode}}}
+        assert replays_experts(OmegaConf.create({"actor_rollout_ref": {"actor": actor}})) == (mode == "R3")
+    assert not replays_experts(OmegaConf.create({"actor_rollout_ref": {"actor": {}}}))
+
+
+def step_of_repeats(rank: int, world: int, port: int, folder: str, queue: Any) -> None:
+    """A step of a mini-batch in which every token repeats one of another."""
+    from verl.utils import tensordict_utils as tu
+
+    started(rank, world, port)
+    engine, batch = make_engine("treetrain", folder), make_batch(0, "ppo")
+    for name in ("response_mask", "loss_mask"):
+        batch[name] = batch[name] * 0
+    tu.assign_non_tensor(batch, tree_counted_once=True)
+    with engine.train_mode():
+        told = engine.train_batch(batch, loss_function=make_loss("ppo"))
+    found = numbers(told["metrics"]) | {"loss": torch.as_tensor(told["loss"])}
+    queue.put({name: value.tolist() for name, value in found.items()})
+
+
+def test_a_mini_batch_that_only_repeats_has_loss_and_gradient_0(folder: str) -> None:
+    (found,) = on_fresh_ranks(step_of_repeats, 1, folder)
+    assert found["loss"] in (0.0, [0.0]) and found["grad_norm"] == [0.0]
+    assert all(np.isfinite(value).all() for value in found.values()), found
+
+
 def test_counting_once_needs_a_mean_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from omegaconf import OmegaConf
 
@@ -731,6 +785,13 @@ def test_counting_once_needs_a_mean_over_tokens(monkeypatch: pytest.MonkeyPatch)
         module.check_sums_tokens(config(loss_agg_mode="seq-mean-token-mean"))
     with pytest.raises(ValueError, match=r"actor.policy_loss.loss_mode=gspo is not"):
         module.check_sums_tokens(config(policy_loss={"loss_mode": "gspo"}))
+    corrected = config()
+    for value in ("token", "sequence"):
+        corrected.algorithm = {"rollout_correction": {"rollout_is": value}}
+        if value == "token":
+            module.check_sums_tokens(corrected)
+    with pytest.raises(ValueError, match=r"algorithm.rollout_correction.rollout_is=sequence is not; set it to token"):
+        module.check_sums_tokens(corrected)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "treetrain")
     monkeypatch.setenv("TREETRAIN_COUNT", "twice")
     with pytest.raises(ValueError, match="TREETRAIN_COUNT=twice is neither"):
@@ -872,8 +933,10 @@ def test_verls_trainer_learns_from_agents_with_two_trajectories_each(tmp_path: P
     assert max(step["training/rollout_probs_diff_max"] for step in steps) < 1e-4
     # The eight trajectories of a prompt, two of each agent, meet in one process: that is why they share.
     assert min(step["actor/tree/overlap"] for step in steps) > 0.4
-    # Of ten tokens that the two trajectories train, two are the same; the sampler's numbers for them are copies.
-    assert {round(step["tree/repeated_tokens"], 12) for step in steps} == {0.2}
+    # Of ten tokens that the two trajectories train, two are the same; the sampler's numbers for them are copies. More
+    # are where the first call has sampled the tool's token and went on as the second one did.
+    shares = [step["tree/repeated_tokens"] for step in steps]
+    assert min(shares) == pytest.approx(0.2) and max(shares) < 0.25
     assert max(step["tree/repeated_logprob_difference"] for step in steps) < 1e-6
 
 

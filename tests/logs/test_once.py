@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treetrain as tt
+from support import images
 from support.models import make_model
 from support.tree_runs import apart, run, small_model, steps
 from treetrain.check import linear
@@ -20,7 +21,7 @@ from treetrain.logs.once import count_once
 ROWS = [
     tt.Trajectory([1, 2, 3, 4], loss_weights=[0, 0, 1, 1]),
     tt.Trajectory([1, 2, 3, 4, 6, 7], loss_weights=[0, 0, 1, 1, 0, 1]),
-    tt.Trajectory([1, 2, 3, 5], loss_weights=[0, 0, 0.5, 0.5]),
+    tt.Trajectory([1, 2, 3, 5], loss_weights=[0, 0, 1, 0.5]),
     tt.Trajectory([1, 2, 3, 4], loss_weights=[0, 0, 1, 1]),
     tt.Trajectory([9, 3, 4], loss_weights=[0, 1, 1]),
 ]
@@ -42,15 +43,47 @@ def test_a_token_weighs_in_the_first_row_through_it_that_trains_it():
 def test_episodes_were_sampled_apart_and_rows_of_one_repeat_each_other():
     episodes = ["a", "a", "b", "b", "a"]
     rows = [row.replace(episode=one, group="g") for row, one in zip(ROWS, episodes)]
-    assert weights(count_once(rows)) == [BY_HAND[0], BY_HAND[1], [0, 0, 0.5, 0.5], [0, 0, 0, 1], BY_HAND[4]]
+    assert weights(count_once(rows)) == [BY_HAND[0], BY_HAND[1], [0, 0, 1, 0.5], [0, 0, 0, 1], BY_HAND[4]]
 
 
-def test_tokens_with_different_experts_are_different_tokens():
+def test_experts_of_the_tokens_before_tell_tokens_apart_and_their_own_do_not():
     experts = np.zeros((4, 1, 1), int)
     rows = [ROWS[0].replace(experts=experts), ROWS[3].replace(experts=experts), ROWS[3].replace(experts=experts + 1)]
     assert weights(count_once([*rows, ROWS[0]])) == [[0, 0, 1, 1], [0] * 4, [0, 0, 1, 1], [0, 0, 1, 1]]
-    later = np.array([0, 0, 0, 1]).reshape(4, 1, 1)
-    assert weights(count_once([rows[0], rows[0].replace(experts=later)])) == [[0, 0, 1, 1], [0, 0, 0, 1]]
+    later = [np.array([0, 0, 0, 1]).reshape(4, 1, 1), np.array([0, 0, 1, 0]).reshape(4, 1, 1)]
+    rows = [rows[0], *(rows[0].replace(experts=own) for own in later)]
+    assert weights(count_once(rows)) == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]]
+    assert trained_again(rows, tt.build_tree(rows)) == 3
+
+
+def test_a_call_whose_last_token_has_no_record_repeats_in_the_next_call_that_has_it():
+    calls = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+    own, rows = {4, 5, 7, 8, 10, 11}, []
+    for ids in calls:
+        record = np.array([[[token % 4, (token + 1) % 4]] * 2 for token in ids])
+        record[-1] = -1
+        rows.append(tt.Trajectory(ids, loss_weights=[float(x in own) for x in ids], experts=record, episode="e"))
+    counted = count_once(rows)
+    assert [np.flatnonzero(row.weights).tolist() for row in counted] == [[3, 4], [6, 7], [9, 10]]
+
+
+def test_tokens_after_different_images_are_different_tokens():
+    def row(*parts, answer):
+        made = images.row(*parts, *answer)
+        return made.replace(loss_weights=[0.0] * (len(made) - len(answer)) + [1.0] * len(answer))
+
+    one, other = images.image(0), images.image(1)
+    rows = [row(5, seen, answer=(7, 8)) for seen in (one, other, one)]
+    rows.append(row(5, one, 7, 8, other, answer=(9,)))  # a later call, with another image behind the answer
+    rows.append(rows[3].replace(loss_weights=1.0))
+    counted = [np.flatnonzero(row.weights).tolist() for row in count_once(rows)]
+    first = [len(rows[0]) - 2, len(rows[0]) - 1]
+    before_answer = set(range(1, first[0]))
+    assert counted[:4] == [first, first, [], [len(rows[3]) - 1]]
+    assert set(counted[4]) == before_answer | set(range(len(rows[0]), len(rows[3]) - 1))
+    model = images.image_model("Qwen3-VL")
+    made = [run(model, rows[:3], max_steps=1, loss="sft", save_strategy="no", count="once")]
+    assert weights(made[0].train_dataset) == weights(count_once(rows[:3]))
 
 
 rows_of_files = st.lists(
@@ -71,6 +104,27 @@ def test_the_weights_are_those_of_a_set_of_prefixes(drawn):
         expected.append([float(at > 0 and on and name not in seen) for at, (on, name) in enumerate(zip(mask, names))])
         seen |= {name for at, (on, name) in enumerate(zip(mask, names)) if at > 0 and on}
     assert weights(count_once(rows)) == expected
+
+
+def test_one_log_probability_in_two_roundings_is_that_of_the_first_row():
+    rows = [ROWS[0].replace(rollout_logprobs=[0, 0, -1, last]) for last in (-2.0, -2.0001, -2.0002)]
+    assert weights(count_once(rows[:2])) == [[0, 0, 1, 1], [0] * 4]
+    with pytest.raises(DataError, match=r"the rollout_logprobs -2 and -2\.0002; count"):
+        count_once([rows[0], rows[2]])
+    ids = [[], [], [], [4, 5]]
+    sets = [ROWS[0].replace(teacher_topk=([x or None for x in ids], [None, None, None, [-1.0, last]]))
+            for last in (-2.0, -2.0001, -2.0002)]  # fmt: skip
+    assert weights(count_once(sets[:2])) == [[0, 0, 1, 1], [0] * 4]
+    with pytest.raises(DataError, match=r"the teacher_topk .*-2.0002"):
+        count_once([sets[0], sets[2]])
+
+
+def test_numbers_that_differ_late_are_printed_until_they_differ():
+    rows = [ROWS[0].replace(advantages=value) for value in (1.0, 1.0000001)]
+    with pytest.raises(DataError, match=r"the advantages 1\.0 and 1\.0000001; count"):
+        count_once(rows)
+    with pytest.raises(DataError, match=r"rows 0 and 1 both train token 3 of one path, with the loss_weights 1 and 5"):
+        count_once([ROWS[0], ROWS[0].replace(loss_weights=[0, 0, 1, 5])])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safe_runs import Averages, StopAt, differences, outcome
 from test_tree_trainer import row_logprobs
 
+import treetrain as tt
 from support.tree_runs import branching_rows, error, make_arguments, pure, run, small_model, steps, weights
 from treetrain.core.errors import DataError
 from treetrain.trainers.groups import StepSampler
@@ -127,6 +128,28 @@ def test_the_best_weights_of_all_adapters_come_back(tmp_path):
     best, end = trainer.state.best_model_checkpoint, trainer.state.global_step
     assert best is not None and not best.endswith(f"-{end}")  # the last weights are not the best
     assert trainer.evaluate()["eval_nll"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+
+
+def test_a_row_without_a_key_shares_and_counts_with_those_that_name_the_active_adapter():
+    row = tt.Trajectory([5, 6, 7, 8])
+    rows = [row, row.replace(key="default"), row.replace(key="other"), row.replace(key="default")]
+    trainer = run(adapted(), rows, max_steps=1, loss="sft", save_strategy="no", count="once")
+    assert [int(one.weights.sum()) for one in trainer.train_dataset] == [3, 0, 3, 0]
+    assert steps(trainer)[0]["tree/unique_tokens"] == 8
+    assert trainer._held_out(rows)[0][1].weights.sum() == 0
+    model, scores = adapted(), []
+    with pure(torch.float64), torch.no_grad():
+        for name in NAMES:
+            model.set_adapter(name)
+            scores.append(row_logprobs(model, row))
+    assert steps(trainer)[0]["loss"] == pytest.approx(-float(torch.cat(scores).mean()), rel=1e-10)
+    rows = [tt.Trajectory([5, 6, 7, 8]), tt.Trajectory([5, 6, 7, 9], key="default")]
+    engine = tt.TreeEngine(adapted())
+    assert engine.forward_backward(rows, tt.losses.sft(), adapter_names=["default"] * 2).unique_tokens == 5
+    assert engine.score([[5, 6, 7, 8], rows[1]], adapter_names=["default"] * 2).unique_tokens == 5
+    opaque = [row.replace(key="default"), row]  # of a model with one adapter: `key` is anything
+    trainer = run(small_model(torch.float64), opaque, max_steps=1, loss="sft", save_strategy="no", count="once")
+    assert [int(one.weights.sum()) for one in trainer.train_dataset] == [3, 3]
 
 
 def test_what_names_no_adapter_is_an_error_that_names_the_row():

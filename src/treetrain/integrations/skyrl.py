@@ -19,13 +19,16 @@ Steps whose responses train a turn again count it once after `count_tokens_once`
 """
 
 import functools
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
 from torch import Tensor
+from transformers import AutoConfig
 
 from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel
@@ -34,7 +37,7 @@ from treetrain.engine import TreeEngine
 from treetrain.layers.experts.recorded import without_fill
 from treetrain.layers.images.image_rows import IMAGE_INPUTS, Image, as_array
 from treetrain.layers.trajectory import Trajectory
-from treetrain.logs.once import count_once
+from treetrain.logs.once import count_once, repeats
 
 
 class TreePolicyWorker(FSDPPolicyWorkerBase):
@@ -230,8 +233,11 @@ def count_tokens_once() -> None:
     @functools.wraps(convert)
     def convert_counted(self: Any, generator_output: Any, *args: Any, **kwargs: Any) -> Any:
         check_sums_tokens(self.cfg.trainer.algorithm)
-        masks, repeated = once_masks(generator_output)
-        self.all_metrics["tree/repeated_tokens"] = repeated
+        token = None
+        if any(images_of_row(generator_output, number) for number in range(len(generator_output["response_ids"]))):
+            token = getattr(AutoConfig.from_pretrained(self.cfg.trainer.policy.model.path), "image_token_id", None)
+        masks, numbers = once_masks(generator_output, token)
+        self.all_metrics.update(numbers)
         return convert(self, {**generator_output, "loss_masks": masks}, *args, **kwargs)
 
     RayPPOTrainer.convert_to_training_input = convert_counted
@@ -244,23 +250,33 @@ def check_sums_tokens(algorithm: Any) -> None:
         ("policy_loss_type", SUMS_OF_TOKENS),
         ("use_kl_loss", (False,)),
         ("use_entropy_loss", (False,)),
+        ("off_policy_correction.tis_ratio_type", ("token", None)),  # others are ratios of whole responses
+        ("off_policy_correction.sequence_mask_metric", (None,)),
+        ("off_policy_correction.outlier_token_is_threshold_low", (None,)),
+        ("off_policy_correction.outlier_token_is_threshold_high", (None,)),
     ):
-        if (value := getattr(algorithm, name)) not in allowed:
+        if (value := operator.attrgetter(name)(algorithm)) not in allowed:
             raise ValueError(
                 f"count_tokens_once counts tokens, so the loss must be a mean over tokens: trainer.algorithm.{name}="
                 f"{value} is not; set it to {' or '.join(map(str, allowed))}, or do not call count_tokens_once"
             )
 
 
-def once_masks(generator_output: Mapping[str, Any]) -> tuple[list[list[int]], float]:
-    """The loss masks of steps, 0 where an earlier step of the trajectory trains a token; and the share of such tokens.
+def once_masks(
+    generator_output: Mapping[str, Any], image_token: int | None = None
+) -> tuple[list[list[int]], dict[str, float]]:
+    """The loss masks of steps, 0 where an earlier step of the trajectory trains a token; and metrics.
+
+    Log-probabilities of a token may differ between steps: those of the first count, and the largest difference is among
+    the metrics.
 
     Args:
         generator_output: prompt_token_ids, response_ids and loss_masks of each step; trajectory_ids say which belong
-            together.
+            together; rollout_logprobs, rollout_expert_indices, pixel_values and image_grid_thw if there are any.
+        image_token: the id that stands for images.
 
     Raises:
-        DataError: there are no trajectory_ids.
+        DataError: there are no trajectory_ids; images without the id that stands for them.
     """
     trajectories = generator_output.get("trajectory_ids")
     if trajectories is None:
@@ -269,21 +285,35 @@ def once_masks(generator_output: Mapping[str, Any]) -> tuple[list[list[int]], fl
             "twice; set generator.step_wise_trajectories=True, or do not call count_tokens_once"
         )
     names = ("prompt_token_ids", "response_ids", "loss_masks")
-    rows = [
-        Trajectory(
-            [*prompt, *response],
+    experts = generator_output.get("rollout_expert_indices")
+    rows = []
+    for prompt, response, mask, trajectory in zip(*(generator_output[name] for name in names), trajectories):
+        ids, facts = [*prompt, *response], {}
+        if experts is not None and len(experts[len(rows)]):
+            record = np.asarray(experts[len(rows)])[: len(ids)]
+            record = without_fill(record, "rollout_expert_indices of SkyRL", "switch the recording off")
+            facts["experts"] = np.concatenate([record, np.full((len(ids) - len(record), *record.shape[1:]), -1)])
+        row = Trajectory(
+            ids,
             loss_weights=[0] * len(prompt) + [int(x != 0) for x in mask],
             episode=(trajectory.instance_id, trajectory.repetition_id),
+            images=images_of_row(generator_output, len(rows)) or None,
+            image_token=image_token,
+            **facts,
         )
-        for prompt, response, mask, trajectory in zip(*(generator_output[name] for name in names), trajectories)
-    ]
-    counted = count_once(rows)
+        rows.append(row)
+    counted, largest, recorded = count_once(rows), 0.0, generator_output.get("rollout_logprobs")
+    if recorded is not None:
+        begins = [len(prompt) for prompt in generator_output["prompt_token_ids"]]
+        for number, other, at in repeats(rows):
+            pair = [np.asarray(recorded[k])[at - begins[k]] for k in (number, other)]
+            largest = max(largest, float(np.abs(pair[0] - pair[1]).max()))
     masks = [
         [x if weight else 0 for x, weight in zip(mask, row.weights[len(row) - len(mask) :])]
         for mask, row in zip(generator_output["loss_masks"], counted)
     ]
     trained, once = (sum(int((row.weights != 0).sum()) for row in own) for own in (rows, counted))
-    return masks, 1 - once / max(trained, 1)
+    return masks, {"tree/repeated_tokens": 1 - once / max(trained, 1), "tree/repeated_logprob_difference": largest}
 
 
 def check_settings(config: Any) -> None:

@@ -144,7 +144,8 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
             data,
             sp_size=self.ulysses_sequence_parallel_size,
             dp_size=self.get_data_parallel_size(),
-            batch_num_tokens=int(tokens.item()),
+            # If all rows of a mini-batch only repeat, its loss is 0, and not 0 / 0.
+            batch_num_tokens=max(int(tokens.item()), int(self._asks(data, COUNTED))),
         )
         if not forward_only and counts_once() and not self._asks(data, COUNTED):
             raise DataError(
@@ -269,8 +270,12 @@ def count_tokens_once() -> None:
         if counts_once():
             check_sums_tokens(self.config)
             fields = ["input_ids", "response_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs"]
+            if self.processor is not None:
+                fields.append("multi_modal_inputs")
+            if replays_experts(self.config):
+                fields.append("routed_experts")
             data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-            masks, numbers = once_masks(batch.keys, data)
+            masks, numbers = once_masks(batch.keys, data, getattr(self.processor, "image_token_id", None))
             batch = transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=masks)
             metrics.update(numbers)
             batch.extra_info[COUNTED] = True
@@ -286,18 +291,28 @@ def check_sums_tokens(config: Any) -> None:
     """Raise ValueError if verl's policy loss is no sum over tokens that is divided by their number."""
     actor = config.actor_rollout_ref.actor
     loss = (actor.get("policy_loss") or {}).get("loss_mode", "vanilla")
+    correction = (config.get("algorithm") or {}).get("rollout_correction") or {}
     for name, value, allowed in (
-        ("loss_agg_mode", actor.loss_agg_mode, ("token-mean",)),
-        ("policy_loss.loss_mode", loss, SUMS_OF_TOKENS),
+        ("actor.loss_agg_mode", actor.loss_agg_mode, ("token-mean",)),
+        ("actor.policy_loss.loss_mode", loss, SUMS_OF_TOKENS),
+        ("algorithm.rollout_correction.rollout_is", correction.get("rollout_is"), ("token", None)),
     ):
         if value not in allowed:
             raise ValueError(
-                f"{COUNT}=once counts tokens, so the loss must be a mean over tokens: actor.{name}={value} is not; set "
-                f"it to {' or '.join(allowed)}, or unset {COUNT}"
+                f"{COUNT}=once counts tokens, so the loss must be a mean over tokens: {name}={value} is not; set "
+                f"it to {' or '.join(map(str, allowed))}, or unset {COUNT}"
             )
 
 
-def once_masks(keys: Sequence[str], data: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+def replays_experts(config: Any) -> bool:
+    """Whether the actor uses the experts that the rollout recorded."""
+    engine = config.actor_rollout_ref.actor.get("fsdp_config") or {}
+    return (engine.get("router_replay") or {}).get("mode") == "R3"
+
+
+def once_masks(
+    keys: Sequence[str], data: TensorDict, image_token: int | None = None
+) -> tuple[TensorDict, dict[str, float]]:
     """Masks of responses in which each sampled token is trained in the first trajectory of its agent loop alone.
 
     The advantages of a token must be equal in all its trajectories. Log-probabilities may differ by the numerics that
@@ -306,25 +321,32 @@ def once_masks(keys: Sequence[str], data: TensorDict) -> tuple[TensorDict, dict[
     Args:
         keys: prompt_session_index of each row, as verl's v1 trainers name them.
         data: jagged input_ids [K, L_k], and response_mask, loss_mask and advantages [K, R_k] of its last tokens;
-            old_log_probs and rollout_log_probs if there are any.
+            old_log_probs and rollout_log_probs if there are any; multi_modal_inputs of each row if there are images;
+            routed_experts [K, L_k, layers, k] if they are replayed.
+        image_token: the id that stands for images.
 
     Returns:
         response_mask and loss_mask; metrics.
 
     Raises:
-        DataError: two trajectories give one token different advantages.
+        DataError: two trajectories give one token different advantages; images without the id that stands for them.
     """
     order = sorted(range(len(keys)), key=lambda k: (keys[k].rpartition("_")[0], int(keys[k].rpartition("_")[2])))
     scores = [name for name in ("old_log_probs", "rollout_log_probs") if name in data]
     names = ("input_ids", "response_mask", "advantages", *scores)
     columns = {name: [row.detach().cpu().numpy() for row in data[name].unbind()] for name in names}
-    rows = []
+    rows, pictures, recorded = [], images_of(data), data.get("routed_experts", None)
+    experts: list[Any] = [None] * len(keys)
+    if recorded is not None:
+        instead = "set router_replay.mode=disabled"
+        experts = [without_fill(x.cpu().numpy(), "routed_experts of verl", instead) for x in recorded.unbind()]
     for k in order:
         ids, trained = columns["input_ids"][k], columns["response_mask"][k] != 0
         whole = [np.zeros(len(ids)) for _ in range(2)]
         whole[0][len(ids) - len(trained) :], whole[1][len(ids) - len(trained) :] = trained, columns["advantages"][k]
         episode = keys[k].rpartition("_")[0]
-        rows.append(Trajectory(ids, loss_weights=whole[0], advantages=whole[1], episode=episode, id=keys[k]))
+        facts = {"loss_weights": whole[0], "advantages": whole[1], "episode": episode, "id": keys[k]}
+        rows.append(Trajectory(ids, **facts, experts=experts[k], images=pictures[k], image_token=image_token))
     counted, largest = count_once(rows), 0.0
     for number, other, at in repeats(rows):
         for name in scores:

@@ -38,7 +38,7 @@ class Trajectory(core.Trajectory):
             desirable.
         id: the row's own name, used in messages.
         key: anything else that changes the forward, e.g. an adapter's name (which `TreeTrainer` takes for that of the
-            model's adapter, if it has several); rows with different keys share no prefix.
+            model's adapter, if it has several, and None for the active one); rows with different keys share no prefix.
         episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
             None makes the row an episode by itself.
         experts: the experts that each token was routed to during sampling, integers [L, layers, k] (the MoE layers, or

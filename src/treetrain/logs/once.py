@@ -3,12 +3,14 @@
 One row per call, a rewritten context and a sub-agent all repeat answers that were sampled once. As rows, an answer
 counts once for every row in which it is trained. `count_once` leaves its weight in the first of them only.
 
-Two entries of rows are one sampled token if everything up to them is equal: ids, `key` and recorded experts. Rows with
-an `episode` repeat tokens of their own episode only, since other episodes were sampled by themselves, however equal
-they begin. Rows without one are compared with each other.
+Two entries of rows are one sampled token if all that their prediction reads is equal: the ids up to them, `key`, and
+the images and recorded experts of the tokens before them. Their own experts do not matter; the last token of a record
+has none. Rows with an `episode` repeat tokens of their own episode only, since other episodes were sampled by
+themselves, however equal they begin. Rows without one are compared with each other.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
@@ -16,14 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.core.tree.trajectory import GIVEN
+from treetrain.core.tree.token_tree import TokenTree, build_tree
+from treetrain.core.tree.trajectory import PER_TOKEN_FACTS
 from treetrain.layers.trajectory import Trajectory
-from treetrain.logs.columns import Int64s, codes_of, sorted_by_prefix
+from treetrain.logs.columns import Int64s, codes_of
 
 if TYPE_CHECKING:
     from treetrain.logs.records import Notes
 
 Count = Literal["per trajectory", "once"]
+ROUNDING = 1.5e-4
+"""Log-probabilities, in nats, that differ by no more are one number: two roundings to 4 decimals may be 1e-4 apart."""
 
 
 def checked_count(count: str) -> Count:
@@ -50,7 +55,8 @@ def count_once(
 
     Raises:
         DataError: a row of a pair, whose log-probability is one number; two rows of one sampled token with different
-            facts (advantages, log-probabilities, values, returns).
+            facts (loss weights, advantages, values, returns, sets of ids, and log-probabilities that differ by more
+            than `ROUNDING`; otherwise those of the first row count).
     """
     rows = list(rows)
     for number, row in enumerate(rows):
@@ -73,55 +79,43 @@ def count_once(
     ]
 
 
-def repeats(rows: Sequence[Trajectory]) -> Iterator[tuple[int, int, Int64s]]:
-    """Trained tokens that an earlier row trains: the number of their row and of that one, and their places."""
-    for members in _repeating(rows):
-        paths = _paths([rows[number] for number in members])
-        first = np.full(
-            1 + max(int(path.max(initial=-1)) for path in paths), -1, np.int64
-        )  # the row that trains a token
-        for number, path in zip(members, paths):
-            before = first[path]
-            trained = rows[number].weights != 0
-            again = trained & (before >= 0)
-            first[path[trained & ~again]] = number
-            for other in np.unique(before[again]).tolist():
-                yield number, other, np.flatnonzero(again & (before == other))
+def repeats(rows: Sequence[Trajectory], tree: TokenTree | None = None) -> Iterator[tuple[int, int, Int64s]]:
+    """Trained tokens that an earlier row trains: the number of their row and of that one, and a run of their places.
+
+    Args:
+        rows: K rows.
+        tree: that of these rows, if it is there and `sampled_apart` tells none of them from another.
+
+    Raises:
+        DataError: rows whose images or experts do not fit together.
+    """
+    numbers = np.arange(len(rows))
+    if tree is None:
+        apart = sampled_apart(rows)
+        if not any(row.images or row.experts is not None for row in rows):  # errors of these number the rows
+            trained = np.array([row.weights.any() for row in rows], bool)
+            numbers = np.flatnonzero(trained & (np.bincount(apart[trained], minlength=len(rows) + 1)[apart] > 1))
+        tree = build_tree([rows[number] for number in numbers.tolist()], apart=apart[numbers])
+    offsets, token = tree.paths()
+    if tree.special:
+        # Tokens of one predecessor and one id have one prediction, whatever they carry themselves. No root is trained.
+        token = np.unique((tree.parent + 1) << 32 | tree.tokens, return_inverse=True)[1][token]
+    at = np.flatnonzero(tree.trained_predictions)
+    first = np.zeros(tree.num_tokens, np.int64)
+    first[token[at[::-1]]] = at[::-1]  # the last write wins, so the first row is kept
+    before = first[token[at]]
+    again = before < at
+    row, other = (np.searchsorted(offsets, x[again], side="right") - 1 for x in (at, before))
+    places = at[again] - offsets[row]
+    cuts = np.flatnonzero((np.diff(row) != 0) | (np.diff(other) != 0)) + 1
+    starts = np.append(0, cuts)[: len(row)]
+    for start, stop in zip(starts.tolist(), [*cuts.tolist(), len(row)]):
+        yield int(numbers[row[start]]), int(numbers[other[start]]), places[start:stop]
 
 
 def sampled_apart(rows: Sequence[Trajectory]) -> Int64s:
     """int64 [K]: equal numbers for rows whose equal beginnings are the same sampled tokens."""
     return codes_of((row.group, row.episode) if row.episode is not None else () for row in rows)
-
-
-def _repeating(rows: Sequence[Trajectory]) -> Iterator[list[int]]:
-    """Rows that may repeat each other's tokens, in lists of two or more."""
-    found: dict[tuple[Hashable, int], list[int]] = {}
-    for number, apart in enumerate(sampled_apart(rows).tolist()):
-        if rows[number].weights.any():
-            found.setdefault((rows[number].key, apart), []).append(number)
-    return (members for members in found.values() if len(members) > 1)
-
-
-def _paths(rows: Sequence[Trajectory]) -> list[Int64s]:
-    """For each row [L] numbers of its tokens; two are equal if everything up to the tokens is equal."""
-    shape = next((row.experts.shape[1:] for row in rows if row.experts is not None), None)
-    words = [row.ids if shape is None else _words(row, shape) for row in rows]
-    paths: list[Int64s] = [np.zeros(0, np.int64)] * len(rows)
-    before, count = np.zeros(0, np.int64), 0
-    for number, shared in sorted_by_prefix(list(range(len(rows))), words.__getitem__):
-        length = len(rows[number])
-        shared = shared * length // max(words[number].size, 1)  # whole tokens
-        before = paths[number] = np.concatenate([before[:shared], np.arange(count, count + length - shared)])
-        count += length - shared
-    return paths
-
-
-def _words(row: Trajectory, shape: tuple[int, ...]) -> NDArray[np.int32]:
-    """The ids of a row, each followed by the token's experts; -1 for none, as in `build_tree`."""
-    experts = np.full((len(row), *shape), -1, np.int16) if row.experts is None else row.experts
-    words = np.concatenate([row.ids[:, None], experts.reshape(len(row), -1) + 1], axis=1)
-    return words.astype(np.int32).ravel()
 
 
 def _check_facts(
@@ -132,17 +126,18 @@ def _check_facts(
     at: Int64s,
 ) -> None:
     """Raise DataError if two rows that begin alike have different facts at these places."""
-    for name in GIVEN:
-        pair = []
-        for one in (first, number):
-            fact = getattr(rows[one], name)
-            if advantages is not None and name == "advantages":
-                fact = np.full(len(rows[one]), advantages[one])
-            pair.append(np.full(len(at), np.nan) if fact is None else fact[at])
-        differs = (pair[0] != pair[1]) & ~(np.isnan(pair[0]) & np.isnan(pair[1]))
+    for name in PER_TOKEN_FACTS:
+        given = [rows[one].weights if name == "loss_weights" else getattr(rows[one], name) for one in (first, number)]
+        if name == "advantages" and advantages is not None:
+            given = [np.full(len(rows[one]), advantages[one]) for one in (first, number)]
+        if all(fact is None for fact in given):
+            continue
+        pair = [np.full(len(at), np.nan) if fact is None else fact[at] for fact in given]
+        near = np.abs(pair[0] - pair[1]) <= (ROUNDING if name.endswith("logprobs") else 0)
+        differs = ~near & ~(np.isnan(pair[0]) & np.isnan(pair[1]))
         if differs.any():
             place = int(differs.argmax())
-            values = " and ".join("none" if np.isnan(fact[place]) else f"{fact[place]:g}" for fact in pair)
+            values = " and ".join(_distinct(float(pair[0][place]), float(pair[1][place])))
             raise DataError(
                 f"rows {_name(rows, first)} and {_name(rows, number)} both train token {at[place]} of one path, with "
                 f"the {name} {values}; count='once' needs one value: give both rows the same, or each its own "
@@ -150,17 +145,25 @@ def _check_facts(
             )
 
 
+def _distinct(one: float, other: float) -> tuple[str, str]:
+    """Two numbers, or NaN for none, with enough digits to see that they differ."""
+    short = f"{one:g}" != f"{other:g}"
+    shown = ["none" if math.isnan(x) else f"{x:g}" if short else repr(x) for x in (one, other)]
+    return shown[0], shown[1]
+
+
 def _check_sets(rows: Sequence[Trajectory], first: int, number: int, at: Int64s) -> None:
     """Raise DataError if two rows that begin alike have different sets of ids at these places."""
     for name in ("sampling_mask", "teacher_topk"):
-        for place in at.tolist():
+        for place in at.tolist() if any(getattr(rows[one], name) is not None for one in (first, number)) else ():
             pair = []
             for one in (first, number):
                 sets = getattr(rows[one], name)
                 of = None if sets is None else sets.select(np.array([place]))
                 logprobs = () if of is None or of.logprobs is None else of.logprobs
                 pair.append({} if of is None else dict(zip_longest(of.ids.tolist(), logprobs)))
-            if pair[0] != pair[1]:
+            recorded = [(x, pair[1].get(token, math.inf)) for token, x in pair[0].items()]  # None of a sampling mask
+            if len(pair[0]) != len(pair[1]) or any(x is not y and abs(x - y) > ROUNDING for x, y in recorded):
                 raise DataError(
                     f"rows {_name(rows, first)} and {_name(rows, number)} both train token {place} of one path, with "
                     f"the {name} {quoted(pair[0] or None)} and {quoted(pair[1] or None)}; count='once' needs one: "

@@ -66,7 +66,7 @@ def share_prefixes(
             that see one another). False does not compare.
         count: "per trajectory" trains a token in every row whose labels have it. "once" trains it in the first of
             them in `train_dataset` only (within an `episode`, if the data have such a column), and the normaliser
-            counts it once; for `SFTTrainer` and plain trainers.
+            counts it once; for `SFTTrainer` and plain trainers whose loss is their own, or says ``sums_tokens = True``.
 
     Returns:
         the same object; its class is now a subclass of the one it had.

@@ -153,7 +153,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         for name, rows in sets.items():
             _check_rows(f"eval_dataset[{name!r}]" if name else "eval_dataset", rows, self.loss)
         if train_dataset is not None:
-            train_dataset = self._counted(args.count, train_dataset, args.advantage_kwargs)
+            train_dataset = self._counted(args.count, train_dataset, model, args.advantage_kwargs)
             self._find_facts(args, train_dataset)
         if peft_config is not None:
             from peft import PeftConfig, get_peft_model
@@ -200,9 +200,14 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     # ---- Rows and losses ----
 
-    def _counted(self, count: str, rows: Sequence[Trajectory], options: Any = None) -> Sequence[Trajectory]:
+    def _counted(self, count: str, rows: Sequence[Trajectory], model: Any, options: Any = None) -> Sequence[Trajectory]:
         """Give the rows the weights of `TreeArguments.count`; with "once" the result is a list in memory."""
-        return rows if count != "once" else count_once(rows, computed_advantages(rows, self.loss, options))
+        if count != "once":
+            return rows
+        rows = list(rows)
+        if (names := _named(model, rows)) is not None:  # a row without a key is one of the active adapter
+            rows = [row if row.key is not None else row.replace(key=name) for row, name in zip(rows, names)]
+        return count_once(rows, computed_advantages(rows, self.loss, options))
 
     def _find_facts(self, args: TreeArguments, rows: Sequence[Trajectory]) -> None:
         """Compute advantages from rewards, and decide which other facts the run must compute."""
@@ -240,7 +245,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             UnsupportedModel: a model on which several adapters have not been verified.
         """
         rows: Any = () if self.train_dataset is None else self.train_dataset
-        if not [names for given in (rows, *held_out.values()) if (names := self._named(given or ()))]:
+        if not [names for given in (rows, *held_out.values()) if (names := _named(self.model, given or ()))]:
             return False
         model: Any = self.model
         if self.is_fsdp_enabled:
@@ -259,12 +264,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                         "of the parameters of all adapters that rows name"
                     )
         return True
-
-    def _named(self, rows: Sequence[Trajectory]) -> list[str] | None:
-        """The adapters that rows name by their keys; None if the model has no choice of them, or no row a key."""
-        if len(getattr(self.model, "peft_config", ())) < 2 or all(row.key is None for row in rows):
-            return None
-        return adapters.named_by_keys(self.model, rows)
 
     def _adapters_of(self, rows: Sequence[core.Trajectory]) -> list[str] | None:
         """The adapter of each row; None if all go through the active one."""
@@ -536,7 +535,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             self.optimizer.eval()
         engine = self._engine_of(model)
         rows, loss, reference = self._held_out(cast(StepDataset, dataloader.dataset).rows)
-        by_adapter = self._by_adapter or self._named(rows) is not None
+        by_adapter = self._by_adapter or _named(self.model, rows) is not None
         entropies, every = loss is not None and "entropies" in loss.needs, loss is not None and loss.reads_untrained
         nll = weight = tokens = total = 0.0
         sums: Metrics = {}
@@ -574,7 +573,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """
         loss = self.loss
         try:
-            rows = self._counted(self.args.count, rows)
+            rows = self._counted(self.args.count, rows, self.model)
             if (advantages := computed_advantages(rows, loss, None)) is not None:
                 rows = [row.replace(advantages=one) for row, one in zip(rows, advantages.tolist(), strict=True)]
             missing = missing_facts(rows, loss)
@@ -732,6 +731,13 @@ def checked_loss(args: TreeArguments, given: Loss | LossProtocol | None) -> Loss
     if args.target_kl is not None and not (isinstance(loss, PolicyLoss) and loss.clipped):
         raise ValueError(f"target_kl is {args.target_kl}, but {name} measures no KL from an old policy")
     return loss
+
+
+def _named(model: Any, rows: Sequence[Trajectory]) -> list[str] | None:
+    """The adapters that rows name by their keys; None if the model has no choice of them, or no row a key."""
+    if len(getattr(model, "peft_config", ())) < 2 or all(row.key is None for row in rows):
+        return None
+    return adapters.named_by_keys(model, rows)
 
 
 def needed_facts(loss: Loss) -> tuple[str, ...]:

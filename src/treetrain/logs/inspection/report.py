@@ -15,7 +15,7 @@ from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.groups import TOKENS_PER_STEP, batches_of_pass, cut_evenly, make_groups
 from treetrain.logs.inspection.diagnosis import Diagnosis, diagnose
 from treetrain.logs.inspection.prepared import Decodes
-from treetrain.logs.once import sampled_apart
+from treetrain.logs.once import repeats, sampled_apart
 from treetrain.models.work import TreeStats, cheapest_rows, ideal_speedup, linear_work, tree_stats
 
 SAMPLED = 4_000_000
@@ -172,15 +172,14 @@ def inspect_rows(
 
 
 def trained_again(rows: Sequence[Trajectory], tree: TokenTree) -> int:
-    """Number of trained tokens of rows that repeat a sampled token which an earlier row trains (`data.once`).
+    """Number of trained tokens of rows that repeat a sampled token which an earlier row trains (`logs/once.py`).
 
     Args:
         rows: K rows.
         tree: all of them as one batch.
     """
-    apart = sampled_apart(rows)
-    uses, _ = (build_tree(rows, apart=apart) if apart.any() else tree).trained_edges()
-    return int(uses.sum() - np.count_nonzero(uses))
+    again = repeats(rows, None if sampled_apart(rows).any() else tree)
+    return sum(len(at) for _, _, at in again)
 
 
 def sharing_in_batches(
