@@ -1,5 +1,7 @@
 """Scores at given ids, sampling masks and a teacher's ids, against formulas over each row's whole logits."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -224,6 +226,9 @@ def test_ids_outside_the_vocabulary_and_wrong_lists_are_refused_by_row_and_posit
     outside = tt.Trajectory([1, 2, 3], id="last", sampling_mask=[None, None, [3, VOCAB + 3]])
     with pytest.raises(tt.DataError, match=f"trajectory 'last': id {VOCAB + 3}, kept at position 2, is outside"):
         engine.forward_backward([tt.Trajectory([1, 2]), outside], tt.losses.sft())
+    masked = tt.Trajectory([1, 2, 3], sampling_mask=[None, None, [3, 4]])
+    with pytest.raises(tt.DataError, match=rf"trajectory number 0 \(from 0\): id {VOCAB}, asked at position 1"):
+        engine.score([masked], ids=[[[VOCAB], None]])  # the kept ids are inside
     with pytest.raises(tt.DataError, match="the rows have sampling masks, which"):
         tt.pack([tt.Trajectory([1, 2, 3], sampling_mask=[None, [2], None])])
 
@@ -239,6 +244,11 @@ def test_a_teacher_without_ids_at_a_trained_token_or_with_too_much_mass_is_refus
     row = tt.Trajectory([1, 2], id="b", teacher_topk=([None, [4, 5]], [None, [-0.1, -0.2]]))
     with pytest.raises(tt.DataError, match=r"trajectory 'b': the probabilities of teacher_topk\[1\] sum to 1.72357"):
         engine.forward_backward([row], loss)
+    for mass, refused in ((1.009, False), (1.011, True)):  # rounding to a few digits, and more than that
+        row = tt.Trajectory([1, 2], teacher_topk=([None, [4, 5]], [None, np.log([0.5 * mass] * 2).tolist()]))
+        with pytest.raises(tt.DataError, match="sum to 1.011") if refused else contextlib.nullcontext():
+            engine.forward_backward([row], loss)
+    model.zero_grad()
     with pytest.raises(tt.DataError, match="has no teacher_topk, which the loss needs"):
         engine.forward_backward([tt.Trajectory([1, 2])], loss)
 
