@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import treetrain as tt
 from treetrain.logs.once import count_once
@@ -33,8 +34,12 @@ def test_a_teachers_ids_keep_their_log_probabilities():
         np.array([[-1, -1], [7, 8], [-1, -1], [1, -1], [-1, -1]]),
         np.array([[0, 0], [-1, -2], [0, 0], [-0.5, 9], [0, 0]]),
     )
-    sets = tt.Trajectory(IDS, teacher_topk=arrays).teacher_topk
-    assert lists(sets) == ids and sets.logprobs.tolist() == [-1.0, -2.0, -0.5]
+    tensors = tuple(map(torch.from_numpy, arrays))
+    tensors = tensors[0], tensors[1].bfloat16().requires_grad_()
+    by_token = [None if x is None else torch.tensor(x).bfloat16() for x in logprobs]
+    for given in (arrays, tensors, (ids, by_token)):
+        sets = tt.Trajectory(IDS, teacher_topk=given).teacher_topk
+        assert lists(sets) == ids and sets.logprobs.tolist() == [-1.0, -2.0, -0.5]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,13 @@ def test_a_teachers_ids_keep_their_log_probabilities():
         ),
         ({"sampling_mask": [None, None, [3, -2], None, None]}, r"sampling_mask\[2\]: ids\[1\] = -2 is negative"),
         ({"sampling_mask": [None, None, [3, "a"], None, None]}, r"sampling_mask\[2\]: ids hold 'a'"),
+        (
+            {"sampling_mask": (MASK, [x and [-1.0] * len(x) for x in MASK])},
+            "sampling_mask has log-prob.* give ids alone",
+        ),
         ({"teacher_topk": MASK}, "teacher_topk has no log-probabilities"),
+        ({"teacher_topk": ([[1]] * 5, [["x"]] * 5)}, "teacher_topk: log-probabilities are no lists of numbers .*'x'"),
+        ({"teacher_topk": ([[1]] * 5, [[[-1.0]]] * 5)}, r"teacher_topk: log-probabilities are .*\("),
         ({"teacher_topk": ([[1]] * 5, [[-1.0]] * 4)}, "teacher_topk: log-probabilities has 4 entries for 5 tokens"),
         ({"teacher_topk": ([[1]] * 5, [[-1.0]] * 4 + [[-1, -2]])}, r"teacher_topk\[4\] has 1 ids and 2 log-prob"),
         (
