@@ -1020,5 +1020,7 @@ def test_replay_without_recorded_experts_is_refused() -> None:
     batch["routed_experts"] = torch.nested.nested_tensor_from_jagged(
         batch["routed_experts"].values()[..., :1].contiguous(), batch["input_ids"].offsets()
     )
-    with pytest.raises(DataError, match="one expert per token"):
+    with pytest.raises(
+        DataError, match=r"routed_experts of row 0 of verl's batch: token \d has 0 in .* one expert per"
+    ):
         rows_of(batch, torch.nn.Identity(), replays=True)

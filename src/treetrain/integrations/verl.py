@@ -426,7 +426,7 @@ def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajec
         model: reads the images.
 
     Raises:
-        DataError: there are no recorded experts, or one per token, where 0 may be an expert or no record; videos, and
+        DataError: there are no recorded experts, or ones that `without_fill` refuses; videos, and
             images whose arrays do not fit together.
         UnsupportedModel: images for a model of text.
     """
@@ -440,8 +440,9 @@ def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajec
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or the mode to disabled"
             )
         instead = "set router_replay.mode=disabled"
-        experts = [without_fill(x.cpu().numpy(), "routed_experts of verl", instead) for x in recorded.unbind()]
-        rows = [row.replace(experts=own) for row, own in zip(rows, experts)]
+        for number, own in enumerate(recorded.unbind()):
+            experts = without_fill(own.cpu().numpy(), f"routed_experts of row {number} of verl's batch", instead)
+            rows[number] = rows[number].replace(experts=experts)
     return with_images(model, rows, images_of(data))
 
 
