@@ -37,7 +37,8 @@ def rows_and_tokens(seed: int) -> tuple[list[tt.Trajectory], list[tt.Trajectory]
 
     @cache
     def known(path: tuple[int, ...]) -> tuple[float, ...]:
-        return (rng.uniform(0.2, 2), *rng.normal(size=len(FACTS)))
+        means = [-4.0 if name.endswith("logprobs") else 0.0 for name in FACTS]
+        return (rng.uniform(0.2, 2), *rng.normal(means))
 
     def row(ids: tuple[int, ...], mask) -> tt.Trajectory:
         weights, *facts = np.array([known(ids[: at + 1]) for at in range(len(ids))]).T

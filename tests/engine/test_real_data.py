@@ -46,7 +46,7 @@ class Truth:
             row.replace(
                 advantages=float(rng.normal()),
                 # Ratios around 1, some beyond the bounds.
-                old_logprobs=np.concatenate([[0.0], logp.detach().numpy() + rng.normal(0, 0.15, len(logp))]),
+                old_logprobs=np.append(0.0, np.minimum(logp.detach().numpy() + rng.normal(0, 0.15, len(logp)), 0)),
             )
             for row, logp in zip(rows, scores[0])
         ]

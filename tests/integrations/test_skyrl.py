@@ -230,6 +230,11 @@ def test_settings_and_batches_that_no_tree_supports_are_refused_by_name() -> Non
     batch["sub_seq_lengths"] = torch.zeros(len(PROMPTS), 1)
     with pytest.raises(UnsupportedModel, match="sub_seq_lengths"):
         worker.forward_backward(batch)
+    for name in ("sampling_mask", "rollout_sample_support"):  # SkyRL's own name of the latter in later versions
+        batch = make_batch(0, "ppo")
+        batch[name] = batch["response_mask"][..., None]
+        with pytest.raises(UnsupportedModel, match=f"the batch has {name}, and SkyRL's old and reference"):
+            worker.forward_backward(batch)
 
 
 def test_images_that_skyrl_leaves_out_or_gives_to_other_rows_are_refused() -> None:
@@ -322,7 +327,7 @@ def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> 
     assert (expected[0] - expected[1]).abs().max() > 1e-3 and (expected[0] - chosen).abs().max() > 1e-3
     batch["rollout_expert_indices"] = batch["rollout_expert_indices"][..., :1]
     with pytest.raises(
-        DataError, match=r"rollout_expert_indices of SkyRL has one expert per token.*switch the recording"
+        DataError, match=r"rollout_expert_indices of row 0 of SkyRL's batch: token 0 has 0 in layer 0.*switch the rec"
     ):
         ScoresOfRows(TreeEngine(model), batch, entropies=False)
 

@@ -144,10 +144,14 @@ def model_of(folder: str) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder)
 
 
-def make_batch(rank: int, loss: str, *, experts: bool = False, images: str = "", **settings: Any) -> Any:
+def make_batch(
+    rank: int, loss: str, *, experts: bool = False, images: str = "", filled: bool = False, **settings: Any
+) -> Any:
     """A batch as verl's workers hand it to their engine: padded rows, made jagged by verl.
 
     Args:
+        filled: its last row has the teacher and the mask of those by which verl's v1 trainers fill up a batch that is
+            not divisible by the number of processes.
         images: the folder of a model for images, whose rows have images.
     """
     from tensordict import NonTensorStack, TensorDict
@@ -202,6 +206,14 @@ def make_batch(rank: int, loss: str, *, experts: bool = False, images: str = "",
         logits[mask.bool()] = torch.randn(VOCABULARY, VOCABULARY, generator=draw)[ids[mask.bool()]]  # by the last token
         batch["teacher_logprobs"], batch["teacher_ids"] = logits.log_softmax(-1).topk(TEACHERS_IDS)
         settings = {"distillation_use_topk": True, "distillation_only": loss == "distillation", **settings}
+    if filled and loss.startswith("distillation"):
+        from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
+
+        names = ("teacher_ids", "teacher_logprobs")
+        filler, _ = construct_minimal_padding_template({name: batch[name][-1] for name in names}, {}, eos_token_id=1)
+        for name in names:
+            batch[name][-1] = filler[name][:total]
+        batch["response_mask"][-1] = 0
     batch = left_right_2_no_padding(batch)
     if loss == "sft":
         whole = torch.nested.as_nested_tensor(
@@ -377,6 +389,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, "ppo", {}, {"offload_policy": True}),
         (2, "sft", {}, {"param_offload": True, "optimizer_offload": True}),
         (1, "distillation", {"temperature": 0.7}, {}),
+        (2, "distillation", {"filled": True}, {}),
         (2, "distillation and rewards", {"max_token_len_per_gpu": 8}, {}),
         (2, "distillation and rewards", {"max_token_len_per_gpu": 8}, {"shared": 2}),
     ],
@@ -390,6 +403,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "ppo-offload-policy",
         "sft-offload",
         "distillation",
+        "distillation-2-ranks-filled-up",
         "distillation-and-rewards-2-ranks-recomputed",
         "distillation-and-rewards-ulysses-of-2",
     ],
@@ -966,28 +980,97 @@ def test_settings_that_cannot_be_exact_are_refused_before_the_model_is_loaded(op
         check_settings(model, engine)
 
 
-def test_several_temperatures_in_a_batch_are_refused_by_name() -> None:
+def test_several_temperatures_and_sampling_masks_in_a_batch_are_refused_by_name() -> None:
     from treetrain.core.errors import UnsupportedModel
-    from treetrain.integrations.verl import TreeFSDPEngine
+    from treetrain.integrations.verl import check_batch
 
     batch = make_batch(0, "ppo")
+    check_batch(batch)
+    batch["rollout_sampling_mask"] = batch["input_ids"]
+    with pytest.raises(UnsupportedModel, match="the batch has rollout_sampling_mask, and verl's losses have no"):
+        check_batch(batch)
     batch["temperature"] = torch.arange(1.0, 1 + len(PROMPTS))
     with pytest.raises(UnsupportedModel, match=r"temperatures from 1\.0 to 6\.0"):
-        TreeFSDPEngine._tree_engine(object.__new__(TreeFSDPEngine), batch)
+        check_batch(batch)
 
 
 def test_distillation_without_the_ids_of_a_teacher_or_with_another_loss_is_refused() -> None:
     from treetrain.core.errors import DataError, UnsupportedModel
-    from treetrain.integrations.verl import distillation_outputs, teacher_ids, wanted
+    from treetrain.integrations.verl import distillation_of, teacher_ids, trained, wanted
 
-    batch = make_batch(0, "distillation")
-    read = wanted(batch)
-    for row, own in zip(teacher_ids(batch, read), read, strict=True):
-        assert row.shape == (len(own), TEACHERS_IDS) and ((row == -1).all(1) == ~own).all()
+    nested = torch.nested.nested_tensor_from_jagged
+    config = distillation_of(make_loss("distillation"))
+
+    def ids_of(batch: Any, clamped: bool = False) -> Any:
+        given = distillation_of(make_loss("distillation and rewards")) if clamped else config
+        return teacher_ids(batch, trained(batch, wanted(batch)), given)
+
+    def changed(name: str, change: Any, at: Any = ...) -> Any:
+        batch = make_batch(0, "distillation")
+        values = batch[name].values().clone()
+        values[at] = change
+        batch[name] = nested(values, batch[name].offsets())
+        return batch
+
+    for filled in (False, True):
+        batch = make_batch(0, "distillation", filled=filled)
+        masks, read = batch["response_mask"].unbind(), wanted(batch)
+        for number, (row, own, mask) in enumerate(zip(ids_of(batch), read, masks, strict=True)):
+            assert row.shape == (len(own), TEACHERS_IDS)
+            on = (row >= 0).all(1)
+            assert (on == (row >= 0).any(1)).all() and on[~own].sum() == 0
+            assert on[own].tolist() == (mask != 0).tolist()[: int(own.sum())]
+            assert bool(on.any()) == (not filled or number < len(read) - 1)
     with pytest.raises(UnsupportedModel, match=r"loss is functools.partial.*ppo_loss.*distillation_ppo_loss"):
-        distillation_outputs(SimpleNamespace(id_logprobs=()), batch, read, make_loss("ppo"))  # type: ignore[arg-type]
+        distillation_of(make_loss("ppo"))
     with pytest.raises(DataError, match="no teacher_ids for each token of its rows"):
-        teacher_ids(make_batch(0, "ppo"), read)
+        ids_of(make_batch(0, "ppo"))
+    lacking = make_batch(0, "distillation")
+    fewer = lacking["teacher_logprobs"].values()[:, 1:].contiguous()
+    del lacking["teacher_logprobs"]
+    with pytest.raises(DataError, match="no teacher_logprobs for each token of its rows"):
+        ids_of(lacking)
+    lacking["teacher_logprobs"] = nested(fewer, lacking["input_ids"].offsets())
+    with pytest.raises(DataError, match="3 ids for each token and teacher_logprobs 2 log-prob"):
+        ids_of(lacking)
+    last = len(PROMPTS) - 1, len(PROMPTS[-1]) + len(RESPONSES[-1]) - 1
+    where = r"row {} of verl's batch: of the teacher's ids for token {}, number {} ".format(*last, "{}")
+    with pytest.raises(DataError, match=where.format(0) + "is -1 with the log-probability -"):
+        ids_of(changed("teacher_ids", -1, at=-2))
+    with pytest.raises(DataError, match=where.format(2) + "is -1 with the log-probability -"):
+        ids_of(changed("teacher_ids", -1, at=(-2, 2)))
+    for value, said in ((4.0, "4"), (float("nan"), "nan"), (-float("inf"), "-inf")):
+        with pytest.raises(DataError, match=where.format(1) + rf"is \d+ with the log-probability {said};"):
+            ids_of(changed("teacher_logprobs", value, at=(-2, 1)))
+    ids_of(changed("teacher_logprobs", -float("inf"), at=(-2, 1)), clamped=True)
+    ids_of(changed("teacher_logprobs", 4.0, at=-1))  # of no token
+
+
+def test_a_rank_whose_batch_is_refused_ends_the_others_too(folder: str) -> None:
+    for change, error in (("temperature", "temperatures from"), ("teacher_ids", "no teacher_ids for each")):
+        first, second = on_fresh_ranks(refused_batch_of_one_rank, 2, folder, change)
+        told = {own["rank"]: own["error"] for own in (first, second)}
+        assert error in told[1] and "rank 1" in told[0], told
+
+
+def refused_batch_of_one_rank(rank: int, world: int, port: int, folder: str, change: str, queue: Any) -> None:
+    """A batch for distillation which the second rank refuses, and then one without a fault."""
+    from treetrain.core.errors import DataError, RanksDisagree, UnsupportedModel
+
+    started(rank, world, port)
+    engine = make_engine("treetrain", folder)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        batch = make_batch(rank, "distillation")
+        if rank == 1 and change == "temperature":
+            batch["temperature"] = torch.arange(1.0, 1 + len(batch))
+        elif rank == 1:
+            del batch["teacher_ids"]
+        with pytest.raises((DataError, UnsupportedModel) if rank == 1 else RanksDisagree) as refused:
+            engine.forward_backward_batch(batch, make_loss("distillation"))
+        engine.optimizer_zero_grad()
+        assert engine.forward_backward_batch(make_batch(rank, "distillation"), make_loss("distillation"))
+    queue.put({"rank": rank, "error": str(refused.value)})
 
 
 def test_replay_without_recorded_experts_is_refused() -> None:
@@ -1000,5 +1083,7 @@ def test_replay_without_recorded_experts_is_refused() -> None:
     batch["routed_experts"] = torch.nested.nested_tensor_from_jagged(
         batch["routed_experts"].values()[..., :1].contiguous(), batch["input_ids"].offsets()
     )
-    with pytest.raises(DataError, match="one expert per token"):
+    with pytest.raises(
+        DataError, match=r"routed_experts of row 0 of verl's batch: token \d has 0 in .* one expert per"
+    ):
         rows_of(batch, torch.nn.Identity(), replays=True)

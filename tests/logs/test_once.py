@@ -133,7 +133,7 @@ def test_numbers_that_differ_late_are_printed_until_they_differ():
 def test_facts_that_differ_at_a_shared_trained_token_are_an_error(name):
     first, second = (ROWS[n].replace(**{name: np.full(len(ROWS[n]), -1.0)}) for n in (0, 1))
     assert weights(count_once([first, second])) == BY_HAND[:2]
-    untrained = second.replace(**{name: np.array([7, 7, -1, -1, 7, 2.0])})
+    untrained = second.replace(**{name: np.array([-7, -7, -1, -1, -7, -2.0])})
     assert weights(count_once([first, untrained])) == BY_HAND[:2]
     other = second.replace(**{name: np.array([0, 0, -1, -2, 0, 0.0])}, id="x")
     with pytest.raises(DataError, match=rf"rows 0 and 1 \('x'\) both train token 3 .* the {name} -1 and -2; .*episode"):

@@ -1,8 +1,10 @@
+import math
 import pickle
 import re
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +60,7 @@ def test_changing_the_callers_buffers_afterwards_does_not_change_the_row():
         ({"ids": [], "loss_weights": NAN}, r"loss_weights\[0\] is nan; give a finite"),
         ({"ids": [1, 2], "advantages": float("inf")}, r"advantages\[0\] is inf; give a finite"),
         ({"ids": [1], "ref_logprobs": ["x"]}, "ref_logprobs is no flat list of numbers"),
+        ({"ids": [1], "ref_logprobs": torch.zeros(1, requires_grad=True)}, "ref_logprobs is no flat list of numbers"),
         ({"ids": [1], "reward": NAN}, "reward is nan"),
         ({"ids": [1], "reward": "0.5"}, "reward is '0.5'"),
         ({"ids": [1], "reward": [1]}, r"reward is \[1\]"),
@@ -68,6 +71,20 @@ def test_changing_the_callers_buffers_afterwards_does_not_change_the_row():
 def test_what_cannot_be_trained_on_is_refused_and_the_row_is_named(facts, message):
     with pytest.raises(DataError, match="trajectory 'r7': .*" + message):
         Trajectory(**facts, id="r7")
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs"])
+def test_probabilities_of_trained_tokens_are_at_most_1(name):
+    """Beyond rounding: bfloat16 has steps of 2^-8, so that a probability that was normalised in it may be 1.008."""
+    Trajectory([1, 2, 3], **{name: [0.0, math.log(1 + 2**-7), math.log(1.008)]})
+    named = rf"trajectory 'r7': {name}\[2\] of token 8 is 0.5, above 0; .* at most 0 \(to 0.01, for rounding\)"
+    for weights in (None, 0.5, [0, 0, -1.0]):
+        with pytest.raises(DataError, match=named):
+            Trajectory([5, 7, 8], loss_weights=weights, id="r7", **{name: [9, -1, 0.5]})
+    fillers = Trajectory([5, 7, 8], loss_weights=[0, 1, 0], **{name: [9, -1, 0.5]})
+    assert getattr(fillers, name).tolist() == [9, -1, 0.5]
+    with pytest.raises(DataError, match=rf"{name}\[2\]"):
+        fillers.replace(loss_weights=1.0)
 
 
 def test_replace_changes_the_named_fields_and_checks_again():

@@ -44,9 +44,9 @@ def test_a_share_of_a_trajectory_is_of_all_its_weights_even_if_only_some_are_pas
 
 def test_all_facts_are_there_by_their_names():
     names = [name for name in PER_TOKEN_FACTS if name != "loss_weights"]
-    row = Trajectory([5, 6], **{name: [9, number] for number, name in enumerate(names, start=1)})
+    row = Trajectory([5, 6], **{name: [9, -number] for number, name in enumerate(names, start=1)})
     facts = Facts([row])
-    assert [getattr(facts, name).tolist() for name in names] == [[number] for number in range(1, 8)]
+    assert [getattr(facts, name).tolist() for name in names] == [[-number] for number in range(1, 8)]
 
 
 def test_sums_by_row_give_0_to_rows_without_predictions_and_pass_gradients():

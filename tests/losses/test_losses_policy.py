@@ -99,6 +99,12 @@ def test_the_policy_term_is_multiplied_by_the_bounded_likelihood_ratio(mode, fac
     kl = (4 - 1 - 2 * LN2) + 3 * (0.5 - 1 + LN2) + (8 - 1 - 3 * LN2)  # e^d - 1 - d
     assert metrics["rollout_kl"] == pytest.approx(kl / 5)
     assert metrics["policy_loss"] == pytest.approx(value)
+    assert (metrics["importance_max"], metrics["importance_min"]) == pytest.approx((max(factors), min(factors)))
+    # Without a limit too, over the rows that were recorded.
+    assert step(losses.dapo(), SAMPLED)[2]["rollout_kl"] == pytest.approx(kl / 5)
+    some = [SAMPLED[0], ROWS[1], ROWS[2]]
+    assert step(losses.dapo(), some)[2]["rollout_kl"] == pytest.approx((kl - (8 - 1 - 3 * LN2)) / 4)
+    assert "rollout_kl" not in step(losses.dapo(), ROWS)[2]
 
 
 def test_a_cap_that_nothing_reaches_leaves_the_ratio_as_it_is():

@@ -1,6 +1,10 @@
 """Losses against TRL 1.16's own loss code on the same log-probabilities, which a stand-in model hands to it."""
 
+import ast
+import functools
+import inspect
 import math
+import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -61,17 +65,41 @@ def rows() -> list[Trajectory]:
     return made
 
 
-def correction(mode: str, cap: float | None, floor: float | None) -> Tensor:
-    """[6, 5] or [6, 1]: the ratio of old policy and sampler, as GRPOTrainer prepares it when it samples.
+@functools.cache
+def trl_blocks() -> list[Any]:
+    """The statements of GRPOTrainer that make the ratio of old policy and sampler, and those that log it.
 
-    That code runs inside generation and cannot be called by itself, so it is written out here.
+    They stand inside of generation, in a method that needs a model and a server, so they are taken out of its source.
     """
-    gap = (numbers("old") - numbers("rollout")) * mask()
-    ratio = (gap.sum(1, keepdim=True) if mode.startswith("sequence") else gap).exp()
-    if mode.endswith("truncate"):
-        return ratio.clamp(min=floor, max=cap)
-    beyond = (ratio < (-math.inf if floor is None else floor)) | (ratio > (math.inf if cap is None else cap))
-    return ratio.masked_fill(beyond, 0.0)
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
+    asks = "self.use_vllm and self.vllm_importance_sampling_correction"
+    found = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.If) and ast.unparse(x.test) == asks]
+    found = [compile(ast.unparse(ast.Module(x.body, [])), "TRL", "exec") for x in sorted(found, key=lambda x: x.lineno)]
+    made = [block for block in found if "logps_diff" in block.co_names or "delta" in block.co_names]
+    assert len(made) == 2
+    return made
+
+
+def correction(mode: str, cap: float | None, floor: float | None) -> tuple[Tensor, dict[str, float]]:
+    """[6, 5] or [6, 1]: the ratio of old policy and sampler by GRPOTrainer's own code, and what it logs about it."""
+    from trl.trainer import grpo_trainer
+
+    limits = {"clip_max": cap, "clip_min": floor, "mode": mode}
+    me = trainer(**{f"vllm_importance_sampling_{name}": value for name, value in limits.items()})
+    names = vars(grpo_trainer) | {
+        "self": me,
+        "mode": "train",
+        "device": torch.device("cpu"),
+        "completion_mask": mask(),
+        "tool_mask": None,
+        "old_per_token_logps": numbers("old"),
+        "sampling_per_token_logps": numbers("rollout"),
+    }
+    for block in trl_blocks():
+        exec(block, names)
+    return names["vllm_importance_sampling_ratio"], {k: values[0] for k, values in me._metrics["train"].items()}
 
 
 def logprobs(name: str = "now") -> list[Tensor]:
@@ -223,13 +251,18 @@ def test_policy_losses_are_those_of_trl(name):
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_corrected_policy_losses_are_those_of_trl(mode, cap, floor):
     loss = losses.grpo(kl=0.1, importance_cap=cap, importance_floor=floor, importance_mode=mode)
-    (value, metrics), factor = ours(loss), correction(mode, cap, floor)
+    (value, metrics), (factor, logged) = ours(loss), correction(mode, cap, floor)
     assert value == pytest.approx(trl_grpo("grpo", beta=0.1, correction=factor), rel=1e-12)
-    unbounded, trained = correction(mode.replace("truncate", "mask"), None, None).expand_as(mask()), mask()
+    unbounded, trained = correction(mode.replace("truncate", "mask"), None, None)[0].expand_as(mask()), mask()
     for name, beyond in (("capped", unbounded > (cap or math.inf)), ("floored", unbounded < (floor or 0.0))):
         shares = (beyond * trained).sum(1) / trained.sum(1)  # a mean over rows, as grpo's
         assert metrics[f"importance_{name}"] == pytest.approx(float(shares[trained.any(1)].mean()), rel=1e-12)
     assert metrics["importance_floored"] > 0 if floor else metrics["importance_capped"] > 0
+    # TRL's mean is over tokens, as dapo's, or over rows, as grpo's, whatever the loss.
+    means = ours(losses.dapo(importance_cap=cap, importance_floor=floor, importance_mode=mode))[1]
+    means = metrics if mode.startswith("sequence") else means
+    for ours_, theirs in (("importance", "mean"), ("importance_max", "max"), ("importance_min", "min")):
+        assert means[ours_] == pytest.approx(logged[f"sampling/importance_sampling_ratio/{theirs}"], rel=1e-12)
 
 
 def test_rows_that_have_become_unlikely_are_left_out_as_by_trl():

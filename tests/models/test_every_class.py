@@ -554,7 +554,7 @@ def with_facts(model, rows: Rows) -> Rows:
     rng = np.random.default_rng(0)
     with torch.no_grad():
         scores, _ = linear.score_rows(model, [row.ids.tolist() for row in rows], PPO.temperature)
-    noisy = [np.concatenate([[0.0], logp.numpy() + rng.normal(0, 0.15, len(logp))]) for logp in scores]
+    noisy = [np.append(0.0, np.minimum(logp.numpy() + rng.normal(0, 0.15, len(logp)), -0.2)) for logp in scores]
     dressed = [row.replace(advantages=float(rng.normal()), old_logprobs=old) for row, old in zip(rows, noisy)]
     return clear_of_bounds(dressed, scores)
 

@@ -9,6 +9,7 @@ from transformers import EarlyStoppingCallback
 
 from support.models import VOCAB, make_model
 from support.tree_runs import (
+    VOCABULARY,
     apart,
     branching_rows,
     error,
@@ -20,9 +21,25 @@ from support.tree_runs import (
     steps,
     weights,
 )
-from treetrain import Trajectory, losses
+from treetrain import DataError, Trajectory, losses
 from treetrain.trainers.groups import StepSampler
 from treetrain.trainers.tree_trainer import TreeTrainer
+
+
+def rows_with_sets():
+    """Rows with advantages whose sampled tokens have a teacher's ids, and three in four a sampling mask."""
+    rng, rows = np.random.default_rng(0), []
+    for row in branching_rows():
+        trained = row.weights > 0
+        drawn = [rng.choice(VOCABULARY, rng.integers(1, 6), replace=False).tolist() for _ in row.ids]
+        teacher = [ids if on else None for ids, on in zip(drawn, trained)]
+        recorded = [ids and np.log(rng.dirichlet(np.ones(len(ids) + 1))[1:]).tolist() for ids in teacher]
+        kept = [[token, *{*ids} - {token}] for token, ids in zip(row.ids.tolist(), drawn)]
+        masks = [ids if on and rng.random() < 0.75 else None for ids, on in zip(kept, trained)]
+        facts = {"advantages": float(rng.normal()), "teacher_topk": (teacher, recorded), "sampling_mask": masks}
+        rows.append(row.replace(**facts, loss_weights=row.weights * rng.uniform(0.3, 2, len(row))))
+    return rows
+
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 RUNS = {
@@ -38,6 +55,11 @@ RUNS = {
         {"loss": "grpo", "loss_kwargs": {"entropy": 0.01}, "updates_per_batch": 2, "gradient_accumulation_steps": 2},
     ),
     "dpo": (preference_rows, {"loss": "dpo"}),
+    "sampling masks": (
+        rows_with_sets,
+        {"loss": "grpo", "loss_kwargs": {"kl": 0.05}, "updates_per_batch": 2, "minibatches": 2, "tokens_per_step": 240},
+    ),
+    "a teacher's ids": (rows_with_sets, {"loss": "distill_topk", "loss_kwargs": {"divergence": "reverse"}}),
     "lora": (branching_rows, {"lora": True}),
     "lora, dpo": (preference_rows, {"loss": "dpo", "lora": True, "gradient_accumulation_steps": 2}),
 }
@@ -60,7 +82,8 @@ def trained(name: str, dtype: torch.dtype, **more):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "sft" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+    "name",
+    [name if name in ("sft", "a teacher's ids") else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
 )
 def test_a_tree_run_is_the_linear_run_in_float64(name) -> None:
     tree, linear = (trained(name, torch.float64, execution=execution) for execution in ("tree", "linear"))
@@ -248,6 +271,70 @@ def test_evaluation_measures_likelihood_and_loss_of_held_out_rows() -> None:
     assert abs(found[-1]["eval_nll"] - nll) < 1e-12
     assert found[-1]["eval_loss"] == pytest.approx(nll, abs=1e-12)
     assert found[-1]["eval_trained_tokens"] == 48
+
+
+def of_teacher(model, row):
+    """KL(teacher || student) of each sampled token over the teacher's ids and the rest."""
+    now, sets = model(torch.as_tensor(row.ids.astype(np.int64))[None]).logits[0].log_softmax(-1), row.teacher_topk
+    for at in np.flatnonzero(row.weights):
+        own = slice(sets.starts[at], sets.starts[at + 1])
+        p, q = torch.tensor(sets.logprobs[own]).exp(), now[at - 1, sets.ids[own].tolist()].exp()
+        p, q = (torch.cat([x, 1 - x.sum()[None]]) for x in (p, q))
+        yield row.weights[at], (p * (p.log() - q.log())).sum()
+
+
+def over_kept_ids(model, row):
+    """The loss of grpo on policy with a reference, of each sampled token, over the ids that the sampler kept."""
+    now, before = (
+        each(torch.as_tensor(row.ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+        for each in (model, small_model(torch.float64, seed=5))
+    )
+    kept = row.sampling_mask
+    for at in np.flatnonzero(row.weights):
+        ids = kept.ids[kept.starts[at] : kept.starts[at + 1]].tolist() or list(range(VOCABULARY))
+        place = ids.index(row.ids[at])
+        gap = before[at - 1, ids].log_softmax(-1)[place] - now[at - 1, ids].log_softmax(-1)[place]
+        yield row.weights[at], -row.advantages[at] + 0.3 * (gap.exp() - 1 - gap)
+
+
+@pytest.mark.parametrize("execution", ["tree", "linear"])
+@pytest.mark.parametrize(
+    ("terms", "settings"),
+    [
+        (of_teacher, {"loss": "distill_topk"}),
+        (over_kept_ids, {"loss": "grpo", "loss_kwargs": {"kl": 0.3, "reduction": "token"}}),
+    ],
+)
+def test_sets_of_ids_are_read_in_training_and_evaluation(terms, settings, execution) -> None:
+    rows = rows_with_sets()
+    rows, held_out = rows[:12], [rows[12].replace(loss_weights=0.0, teacher_topk=None), *rows[13:]]
+    options = {"ref_model": small_model(torch.float64, seed=5)} if settings["loss"] == "grpo" else {}
+    settings = settings | {
+        "options": options,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+        "learning_rate": 0.0,
+    }
+    settings |= {"max_steps": 1, "tokens_per_step": 9999, "execution": execution}
+    model = small_model(torch.float64)
+    trainer = run(model, rows, eval_rows=held_out, **settings)
+    found = {name: value for record in trainer.state.log_history for name, value in record.items()}
+    for name, given in (("loss", rows), ("eval_loss", held_out)):
+        with torch.no_grad(), pure(torch.float64):
+            pairs = [pair for row in given for pair in terms(model, row)]
+        assert found[name] == pytest.approx(float(sum(w * x for w, x in pairs) / sum(w for w, _ in pairs)), rel=1e-12)
+
+
+def test_held_out_rows_without_a_teachers_ids_are_evaluated_by_their_likelihood(caplog) -> None:
+    rows = rows_with_sets()
+    held_out = [row.replace(teacher_topk=None) if n == 1 else row for n, row in enumerate(rows[:6])]
+    with pytest.raises(DataError, match=r"trajectory number 1 \(from 0\) has no teacher_topk"):
+        run(small_model(), held_out, loss="distill_topk")
+    evaluated = {"eval_rows": held_out, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = run(small_model(), rows[6:], max_steps=1, loss="distill_topk", **evaluated)
+    assert not any("eval_loss" in record for record in trainer.state.log_history)
+    assert "by their log-likelihood alone: trajectory number 1 (from 0) has no teacher_topk" in caplog.text
 
 
 def test_early_stopping_is_that_of_transformers() -> None:

@@ -48,6 +48,15 @@ def test_arguments_that_cannot_be_followed_are_refused(settings, message) -> Non
         (branching_rows, {"loss": "distill"}, {}, DataError, "has no teacher_logprobs"),
         (branching_rows, {"loss": "dpo"}, {}, DataError, "pair"),
         (lambda: partly("old_logprobs"), {"loss": "ppo"}, {}, DataError, "would mix two policies"),
+        (
+            lambda: [
+                row if n == 5 else row.replace(rollout_logprobs=[-1] * 20) for n, row in enumerate(branching_rows())
+            ],
+            {"loss": "ppo", "loss_kwargs": {"importance_cap": 2.0}},
+            {},
+            DataError,
+            r"trajectory number 5 \(from 0\) has no rollout_logprobs, which the loss needs; give rollout_logprobs=",
+        ),
         (lambda: partly("ref_logprobs"), {"loss": "ppo", "loss_kwargs": {"kl": 0.1}}, {}, DataError, "mix two"),
         (branching_rows, {"minibatches": 7}, {}, ValueError, "lower minibatches"),
     ],

@@ -48,8 +48,8 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
 
     Raises:
         ValueError: a setting of SkyRL's configuration that cannot be exact on a tree, before the model is loaded.
-        UnsupportedModel: the model, packed rows, or images for a model that SkyRL loaded without its encoder.
-        DataError: recorded experts that are not those of the model, or one per token; images that do not fit their row.
+        UnsupportedModel: the model, packed rows, sampling masks, or images for a model without its encoder.
+        DataError: recorded experts that are not those of the model; images that do not fit their row.
     """
 
     def init_model(self, *args: object, **kwargs: object) -> None:
@@ -87,6 +87,15 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
         if data.get("sub_seq_lengths") is not None:
             raise UnsupportedModel(
                 "the batch has sub_seq_lengths, which no tree of SkyRL's rows supports yet; use PolicyWorker"
+            )
+        kept = [
+            name for name in data if ("sampling_mask" in name or "sample_support" in name) and data[name] is not None
+        ]
+        if kept:
+            raise UnsupportedModel(
+                f"the batch has {kept[0]}, and SkyRL's old and reference log-probabilities are not over the ids that a "
+                "sampler kept: sample with top_p=1.0 and top_k=-1, or train by TreeTrainer "
+                "(Trajectory(sampling_mask=...))"
             )
         model: Any = self.model
         if (given := [name for name in IMAGE_INPUTS if data.get(name) is not None]) and not model.is_vlm:
@@ -142,7 +151,8 @@ class ScoresOfRows:
                 chosen = None
                 if experts is not None:
                     instead = "switch the recording off"
-                    chosen = without_fill(experts[real].numpy(), "rollout_expert_indices of SkyRL", instead)
+                    name = f"rollout_expert_indices of row {number} of SkyRL's batch"
+                    chosen = without_fill(experts[real].numpy(), name, instead)
                 rows.append(Trajectory(ids[real], experts=chosen, id=f"row {number} of SkyRL's batch"))
                 pictures.append(images or None)
                 masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - actions)

@@ -34,6 +34,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from treetrain.core.engine.score import Scored
 from treetrain.core.errors import DataError, UnsupportedModel
+from treetrain.core.tree.token_ids import MOST_LOGPROB
 from treetrain.engine import TreeEngine
 from treetrain.layers.experts.recorded import without_fill
 from treetrain.layers.images.encoders import image_encoder, reads_token_types, rotary_positions, with_images
@@ -92,9 +93,10 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     Raises:
         ValueError: a setting of verl's configuration that cannot be exact on a tree, before the model is loaded.
-        UnsupportedModel: the model, or a batch with one temperature per row.
-        DataError: recorded experts that are missing or not those of the model; images that do not fit their row, and
-            videos; positions that the model does not give to a row.
+        UnsupportedModel: the model, a batch with one temperature per row, or one with sampling masks.
+        DataError: a teacher's ids or log-probabilities that are missing or impossible; experts that were not recorded
+            or are not those of the model; images that do not fit their row, and videos; positions that the model does
+            not give to a row.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
@@ -158,11 +160,14 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         narrow = self._autocast_dtype != torch.float32
         autocast = torch.autocast(get_device_name(), self._autocast_dtype) if narrow else nullcontext()
         with torch.no_grad() if forward_only else nullcontext(), autocast:
-            engine, read = self._tree_engine(data), wanted(data)
+            engine = self._tree_engine(data)
             together = functools.partial(engine.sharing.passes_with.together, "TreeFSDPEngine")
             with together():  # else other ranks would wait for one whose rows are refused
+                check_batch(data)
+                read = wanted(data)
                 rows = rows_of(data, self.module, replays=self.replays)
-                ids = teacher_ids(data, read) if topk else None
+                taught = trained(data, read) if topk else read
+                ids = teacher_ids(data, taught, distillation_of(loss_function)) if topk else None
             scored = engine.score(
                 rows,
                 entropies=asks_for["calculate_entropy"],
@@ -174,7 +179,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
                 check_positions(self.module, rows, data["position_ids"])
             model_output = outputs(scored, data["input_ids"].offsets())
             if topk:
-                model_output |= distillation_outputs(scored, data, read, loss_function)
+                model_output |= distillation_outputs(scored, data, taught, distillation_of(loss_function))
             if self._asks(data, "distillation_only"):  # the loss is that of the teacher's ids alone
                 del model_output["log_probs"]
             loss, metrics = torch.ones(()), {}
@@ -190,18 +195,13 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
         return postprocess_batch_func([output], indices=[list(range(len(data)))], data=data)
 
     def _tree_engine(self, data: TensorDict) -> TreeEngine:
-        """Make the engine with this batch's temperature and budget, which only checks the model."""
-        temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
-        if len(temperatures) != 1:
-            raise UnsupportedModel(
-                f"the rows of a batch have temperatures from {temperatures[0]} to {temperatures[-1]}; rows of a tree "
-                "share their logits, so sample all with one temperature, or unset VERL_ENGINE_VENDOR"
-            )
+        """Make the engine with this batch's temperature (see `check_batch`) and budget, which only checks the model."""
+        temperature = float(torch.as_tensor(data["temperature"], dtype=torch.float64).flatten()[0])
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
             budget = int(data["max_token_len_per_gpu"])
         else:
             budget = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
-        return TreeEngine(self.module, budget=budget, temperature=temperatures[0], context=self.context)
+        return TreeEngine(self.module, budget=budget, temperature=temperature, context=self.context)
 
     @staticmethod
     def _asks(data: TensorDict, name: str) -> bool:
@@ -404,6 +404,25 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
             raise ValueError(f"treetrain's engine for verl: {name}={value} is not supported; set it to {instead}")
 
 
+def check_batch(data: TensorDict) -> None:
+    """Refuse what rows of a tree cannot follow.
+
+    Raises:
+        UnsupportedModel: rows of several temperatures; recorded sampling masks.
+    """
+    temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
+    if len(temperatures) != 1:
+        raise UnsupportedModel(
+            f"the rows of a batch have temperatures from {temperatures[0]} to {temperatures[-1]}; rows of a tree "
+            "share their logits, so sample all with one temperature, or unset VERL_ENGINE_VENDOR"
+        )
+    if masks := [name for name in map(str, data.keys()) if "sampling_mask" in name or "sample_support" in name]:
+        raise UnsupportedModel(
+            f"the batch has {masks[0]}, and verl's losses have no log-probabilities over the ids that a sampler kept: "
+            "take it out if the sampler kept all ids, or train by TreeTrainer (Trajectory(sampling_mask=...))"
+        )
+
+
 def wanted(data: TensorDict) -> list[Tensor]:
     """Mark the predictions that verl's losses read, bool [L_k - 1] per row: the response's, or the loss mask's."""
     rows, lengths = data["input_ids"], data["input_ids"].offsets().diff().tolist()
@@ -429,7 +448,7 @@ def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajec
         model: reads the images.
 
     Raises:
-        DataError: there are no recorded experts, or one per token, where 0 may be an expert or no record; videos, and
+        DataError: there are no recorded experts, or ones that `without_fill` refuses; videos, and
             images whose arrays do not fit together.
         UnsupportedModel: images for a model of text.
     """
@@ -443,8 +462,9 @@ def rows_of(data: TensorDict, model: nn.Module, *, replays: bool) -> list[Trajec
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or the mode to disabled"
             )
         instead = "set router_replay.mode=disabled"
-        experts = [without_fill(x.cpu().numpy(), "routed_experts of verl", instead) for x in recorded.unbind()]
-        rows = [row.replace(experts=own) for row, own in zip(rows, experts)]
+        for number, own in enumerate(recorded.unbind()):
+            experts = without_fill(own.cpu().numpy(), f"routed_experts of row {number} of verl's batch", instead)
+            rows[number] = rows[number].replace(experts=experts)
     return with_images(model, rows, images_of(data))
 
 
@@ -498,28 +518,73 @@ def jagged(rows: Sequence[Tensor], offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-def teacher_ids(data: TensorDict, read: Sequence[Tensor]) -> list[Tensor]:
+def trained(data: TensorDict, read: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the predictions of responses, bool [L_k - 1] per row, that ``response_mask`` trains.
+
+    A teacher's ids mean nothing at the others: verl's v1 trainers fill up a batch by rows whose ids are all the same.
+    """
+    found = []
+    for own, mask in zip(read, data["response_mask"].unbind()):
+        response = mask[: int(own.sum())].cpu() != 0
+        found.append(own.cpu().masked_scatter(own.cpu(), response))
+    return found
+
+
+def distillation_of(loss_function: Callable | None) -> Any:
+    """verl's configuration of distillation. Raises UnsupportedModel for another loss than verl's."""
+    config = getattr(loss_function, "keywords", {}).get("distillation_config")
+    if config is None:
+        raise UnsupportedModel(
+            f"the batch has distillation_use_topk, and its loss is {loss_function!r} instead of verl's "
+            "distillation_ppo_loss; unset VERL_ENGINE_VENDOR"
+        )
+    return config
+
+
+def teacher_ids(data: TensorDict, read: Sequence[Tensor], config: Any) -> list[Tensor]:
     """The ids of the teacher at each prediction of each row that a loss reads, [L_k - 1, k]; -1 elsewhere.
 
     Args:
-        data: jagged ``teacher_ids`` [K, L_k, k], whose entry t is about token t + 1.
+        data: jagged ``teacher_ids`` and ``teacher_logprobs`` [K, L_k, k], whose entry t is about token t + 1.
         read: marks these predictions, bool [L_k - 1] per row.
+        config: verl's, of distillation.
 
     Raises:
-        DataError: there are none, or others than one list for each token.
+        DataError: there are none, or others than one list for each token; ids below 0 or twice, log-probabilities that
+            are no numbers or above 0.
     """
-    ids, rows = data.get("teacher_ids", None), data["input_ids"]
-    if ids is None or not ids.is_nested or not ids.offsets().equal(rows.offsets()):
+    tables, rows = [], data["input_ids"]
+    for name in ("teacher_ids", "teacher_logprobs"):
+        table = data.get(name, None)
+        if table is None or not table.is_nested or not table.offsets().equal(rows.offsets()):
+            raise DataError(
+                f"the batch has distillation_use_topk, and no {name} for each token of its rows: set "
+                "distillation.enabled=True in the trainer that made the batch"
+            )
+        tables.append(table)
+    if (sizes := [table.values().shape[1] for table in tables])[0] != sizes[1]:
         raise DataError(
-            "the batch has distillation_use_topk, and no teacher_ids for each token of its rows: set "
-            "distillation.enabled=True in the trainer that made the batch"
+            f"teacher_ids have {sizes[0]} ids for each token and teacher_logprobs {sizes[1]} log-probabilities; the "
+            "teacher gives one for each id"
         )
-    return [row[:-1].cpu().masked_fill(~own[:, None], -1) for row, own in zip(ids.unbind(), read)]
+    found = []
+    for number, (ids, logprobs, own) in enumerate(zip(*(table.unbind() for table in tables), read)):
+        ids, logprobs = ids[:-1].cpu().masked_fill(~own[:, None], -1), logprobs[:-1].cpu()
+        wrong = (ids < 0) | ~(logprobs <= MOST_LOGPROB)
+        if config.distillation_loss.log_prob_min_clamp is None:  # 0 * infinity
+            wrong |= logprobs.isinf()
+        if (wrong := wrong & own[:, None]).any():
+            at, of = wrong.nonzero()[0].tolist()
+            raise DataError(
+                f"row {number} of verl's batch: of the teacher's ids for token {at + 1}, number {of} is {ids[at, of]} "
+                f"with the log-probability {logprobs[at, of]:g}; a teacher gives every id of a trained token, from 0, "
+                f"and finite log-probabilities in nats, at most 0 (to {MOST_LOGPROB:g}, for rounding)"
+            )
+        found.append(ids)
+    return found
 
 
-def distillation_outputs(
-    scored: Scored, data: TensorDict, read: Sequence[Tensor], loss_function: Callable | None
-) -> dict[str, Tensor]:
+def distillation_outputs(scored: Scored, data: TensorDict, read: Sequence[Tensor], config: Any) -> dict[str, Tensor]:
     """Each token's divergence from the teacher, and the mass that both give to its ids, jagged [K, L_k].
 
     verl's loss on a teacher's ids reads them. Its own engine computes them in the same steps from all logits
@@ -527,19 +592,10 @@ def distillation_outputs(
 
     Args:
         read: marks the predictions whose log-probabilities at the teacher's ids were asked for.
-        loss_function: has verl's configuration of distillation.
-
-    Raises:
-        UnsupportedModel: another loss than verl's.
+        config: verl's, of distillation.
     """
     from verl.trainer.distillation.fsdp.losses import kl_divergence
 
-    config = getattr(loss_function, "keywords", {}).get("distillation_config")
-    if config is None:
-        raise UnsupportedModel(
-            f"the batch has distillation_use_topk, and its loss is {loss_function!r} instead of verl's "
-            "distillation_ppo_loss; unset VERL_ENGINE_VENDOR"
-        )
     assert scored.id_logprobs is not None
     rows: dict[str, list[Tensor]] = {name: [] for name in ("distillation_losses", "student_mass", "teacher_mass")}
     least = config.distillation_loss.log_prob_min_clamp

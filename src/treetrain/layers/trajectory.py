@@ -56,7 +56,8 @@ class Trajectory(core.Trajectory):
 
     Raises:
         DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers, an empty set, a
-            sampling mask without the token itself, log-probabilities of a teacher above 0.
+            sampling mask without the token itself, log-probabilities above 0 (by more than 0.01, which is rounding) of
+            trained tokens or of a teacher's ids.
     """
 
     special: ClassVar[tuple[core.SpecialTokens, ...]] = (ImageTokens(), RecordedExperts())

@@ -101,7 +101,8 @@ class Notes:
                 listed = ", ".join(f"{name[-80:]!r} ({count})" for name, count in telling[:LISTED])
                 more = f" and {len(telling) - LISTED} more" if len(telling) > LISTED else ""
                 offered = [f"{OFFERED[name]}={name}" for name, _ in telling if of == "keys" and name in OFFERED]
-                cure = f"--map {' or '.join(offered) or 'KEY=PATH'} reads one; first: {self._short(of)}"
+                one = "one" if offered else "one as a key that this format has"
+                cure = f"--map {' or '.join(offered) or 'KEY=PATH'} reads {one}; first: {self._short(of)}"
                 lines.append(f"{of} that may say what to train and are not used: {listed}{more}; {cure}")
             if rest := len(names) - len(telling):
                 such = next(name for name, count in ordered if (name, count) not in telling)

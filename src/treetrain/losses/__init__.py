@@ -274,11 +274,11 @@ class PolicyLoss(Loss):
     * entropy of the policy + value_coefficient * value loss.
 
     Metrics: policy_loss, advantage; with clipping ratio (and _max, _min), clip_fraction (and _low, _high), approx_kl =
-    KL(old || now); kl and entropy where computed; the metrics of `ValueLoss`. With a correction: importance (the mean
-    factor; _max and _min are taken before the limits), importance_square (the mean of its square: importance^2 /
-    importance_square is the effective share of the tokens), importance_capped and importance_floored (the shares above
-    the cap and below the floor), rollout_kl = KL(rollout || old). With off_policy_kl: off_policy (the share of the
-    tokens that it leaves out).
+    KL(old || now); kl and entropy where computed; the metrics of `ValueLoss`. Over rows with rollout_logprobs:
+    rollout_kl = KL(rollout || old). With a correction: importance (the factor within the limits, with _max and _min),
+    importance_square (the mean of its square: importance^2 / importance_square is the effective share of the tokens),
+    importance_capped and importance_floored (the shares above the cap and below the floor). With off_policy_kl:
+    off_policy (the share of the tokens that it leaves out).
     """
 
     surrogate: Surrogate = "clipped"
@@ -393,8 +393,8 @@ class PolicyLoss(Loss):
             if not self.on_policy:
                 ratios["ratio"] = watched["ratio"]
         if self.corrected:
-            factor, correction, ratios["importance"] = self._correction(old, facts)
-            loss, watched = loss * factor, watched | correction
+            ratios["importance"], correction = self._correction(old, facts)
+            loss, watched = loss * ratios["importance"], watched | correction
         if self.off_policy_kl is not None:
             with torch.no_grad():
                 apart = facts.sum_by_row(facts.rollout_logprobs - logprobs) / _tokens_of_row(facts)
@@ -408,18 +408,18 @@ class PolicyLoss(Loss):
             watched["entropy"] = entropies
             loss = loss - self.entropy * entropies if self.entropy != 0 else loss
         total, metrics = (shares * loss).sum(), weighted_means(watched, shares) | extremes(ratios, shares)
+        metrics |= _rollout_kl(old, facts, shares)
         if values is None:
             return total, metrics
         of_values, value_metrics = self._values.evaluate(logprobs, entropies, facts, values)
         return total + self.value_coefficient * of_values, metrics | value_metrics
 
     @torch.no_grad()
-    def _correction(self, old: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _correction(self, old: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
         """Truncated or masked importance sampling for rows that were sampled with other numerics than training's.
 
         Returns:
-            The bounded factor of each token's policy term, exp(old - rollout) of the token or the row; numbers to log;
-            the unbounded factors.
+            The bounded factor of each token's policy term, exp(old - rollout) of the token or the row; numbers to log.
         """
         log_ratio = old - facts.rollout_logprobs
         if self.importance_mode.startswith("sequence"):
@@ -436,9 +436,8 @@ class PolicyLoss(Loss):
             "importance_square": factor.square(),
             "importance_capped": above.to(factor.dtype),
             "importance_floored": below.to(factor.dtype),
-            "rollout_kl": k3(facts.rollout_logprobs, old),  # sampled from the rollout policy: KL(rollout || old)
         }
-        return factor, watched, log_ratio.exp()
+        return factor, watched
 
     def coefficients(self, facts: Facts) -> Float[Tensor, " T"] | None:
         # On policy r = 1, so the gradient of the policy term is -A for any l.
@@ -450,6 +449,19 @@ class PolicyLoss(Loss):
         if self.surrogate == "clipped sequence":
             credit = _mean_of_row(credit, facts)
         return facts.shares(self.reduction) * (self.kl - credit)
+
+
+@torch.no_grad()
+def _rollout_kl(old: Tensor, facts: Facts, shares: Tensor) -> Metrics:
+    """Estimate KL(rollout || old) on the tokens that have rollout_logprobs, which the rollout policy sampled."""
+    given = [row.rollout_logprobs for row in facts.trajectories]
+    if all(row is None for row in given):
+        return {}
+    lengths = [max(len(row) - 1, 0) for row in facts.trajectories]
+    flat = np.concatenate([np.full(n, math.nan) if row is None else row[1:] for row, n in zip(given, lengths)])
+    rollout = on_device(flat if facts.used is None else flat[facts.used], old.device, old.dtype)
+    known = (shares != 0) & ~rollout.isnan()
+    return weighted_means({"rollout_kl": k3(torch.where(known, rollout, old), old)}, torch.where(known, shares, 0))
 
 
 def _tokens_of_row(facts: Facts) -> Float[Tensor, " K"]:

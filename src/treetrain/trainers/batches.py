@@ -322,7 +322,7 @@ def experts_of_rows(
         spans: of the rows.
 
     Raises:
-        DataError: another number of rows or tokens, or one expert per token.
+        DataError: another number of rows or tokens; see `without_fill`.
     """
     if recorded is None:
         return []
@@ -338,11 +338,11 @@ def experts_of_rows(
     if len(recorded) != len(spans):
         raise DataError(f"{ROUTED} has records of {len(recorded)} rows, and the batch {len(spans)}; give one for each")
     found: list[Any] = []
-    for own, (_, start, stop) in zip(recorded, spans):
+    for own, (b, start, stop) in zip(recorded, spans):
         if own is None or not len(own):
             found.append(None)
             continue
-        own = without_fill(np.asarray(own)[: stop - start], ROUTED, "leave it out")
+        own = without_fill(np.asarray(own)[: stop - start], f"{ROUTED} of row {b}", "leave it out")
         found.append(np.concatenate([own, np.full((stop - start - len(own), *own.shape[1:]), -1)]))
     return found
 

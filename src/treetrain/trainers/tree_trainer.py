@@ -45,7 +45,7 @@ from treetrain.core.engine.memory import expandable_segments
 from treetrain.core.errors import DataError, UnsupportedModel, expect, nearest, shortened
 from treetrain.core.hf.capability import model_device
 from treetrain.core.hf.tree_mode import replaced
-from treetrain.core.losses.facts import Facts, Metrics, add_metrics, describe, mean_metrics
+from treetrain.core.losses.facts import REMEDIES, Facts, Metrics, add_metrics, describe, mean_metrics
 from treetrain.core.losses.protocol import Loss, LossProtocol, StepResult, as_loss, summed
 from treetrain.core.planning.make import PART_TOKENS
 from treetrain.core.tree import trajectory as core
@@ -511,6 +511,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             if loss is not None and group:
                 scores = torch.full((sum(max(len(row) - 1, 0) for row in members),), -1.0)
                 facts = Facts(members, dtype=scores.dtype)
+                if "id_logprobs" in loss.needs:
+                    given = [row.teacher_topk for row in members if row.teacher_topk is not None]
+                    facts.id_logprobs = scores.new_full((sum(int(sets.counts[1:].sum()) for sets in given),), -9.0)
                 metrics |= {"loss": 0.0} | loss.packed(scores, -scores, facts)[1]
             known += [f"{name}_{metric}" if name else metric for metric in metrics]
         if wanted.removeprefix("eval_") not in (*known, "runtime", "samples_per_second", "steps_per_second"):
@@ -536,7 +539,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         engine = self._engine_of(model)
         rows, loss, reference = self._held_out(cast(StepDataset, dataloader.dataset).rows)
         by_adapter = self._by_adapter or _named(self.model, rows) is not None
-        entropies, every = loss is not None and "entropies" in loss.needs, loss is not None and loss.reads_untrained
+        needs, every = () if loss is None else loss.needs, loss is not None and loss.reads_untrained
+        entropies, ids = "entropies" in needs, "id_logprobs" in needs
         nll = weight = tokens = total = 0.0
         sums: Metrics = {}
         self.callback_handler.eval_dataloader = dataloader  # type: ignore[assignment]
@@ -548,7 +552,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                 members = [with_fact(row, REFERENCE, one.numpy()) for row, one in zip(members, scores)]
             with self._precision(engine):
                 names = adapters.named_by_keys(self.model, members) if by_adapter else None
-                scored = [torch.cat(x) for x in logprobs(engine, members, names, entropies=entropies, every=every)]
+                found = logprobs(engine, members, names, entropies=entropies, ids=ids, every=every)
+                scored = [torch.cat(x) for x in found]
             weights = np.concatenate([row.weights[1:] for row in members])
             # An untrained token may have probability 0, and 0 * infinity is NaN.
             used = weights != 0
@@ -556,6 +561,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             weight, tokens = weight + float(weights.sum()), tokens + int(used.sum())
             if loss is not None and (every or used.any()):
                 facts = Facts(members, dtype=scored[0].dtype)
+                facts.id_logprobs = scored[-1] if ids else None
                 part, metrics = loss.packed(scored[0], scored[1] if entropies else None, facts)
                 total, sums = total + float(part), add_metrics(sums, metrics)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -775,7 +781,8 @@ def missing_facts(rows: Sequence[Trajectory], loss: Loss, computed: Collection[s
         if not len(without):
             continue
         if fact not in (OLD, REFERENCE):
-            loss.check([rows[int(without[0])]])
+            name = describe(rows[int(without[0])], int(without[0]))
+            raise DataError(f"{name} has no {fact}, which the loss needs; {REMEDIES[fact]}")
         if len(with_it):
             one, other = (describe(rows[int(number)], int(number)) for number in (with_it[0], without[0]))
             raise DataError(
@@ -783,6 +790,8 @@ def missing_facts(rows: Sequence[Trajectory], loss: Loss, computed: Collection[s
                 "and computing the others would mix two policies; give all rows theirs, or none"
             )
         missing.add(fact)
+    if "teacher_topk" in loss.needs:  # which is not in the columns
+        loss.check(rows)
     if isinstance(rows, list) and loss.scope == "batch":  # pairs, which are not in the columns
         known = missing | set(computed)
         loss.check([row.replace(**{fact: np.zeros(len(row)) for fact in known}) for row in rows])
@@ -801,6 +810,7 @@ def logprobs(
     names: Sequence[str] | None = None,
     *,
     entropies: bool = False,
+    ids: bool = False,
     every: bool = False,
 ) -> list[list[torch.Tensor]]:
     """`TreeEngine.logprobs` of rows that every rank has: each rank scores a share of them, all get all.
@@ -808,10 +818,12 @@ def logprobs(
     Args:
         names: the adapter of each row; None: the active one.
         entropies: whether they are wanted too.
+        ids: whether the log-probabilities of the ids of `teacher_topk` are wanted too.
         every: score every prediction; False gives 0 for those without a loss weight, which built-in losses do not read.
 
     Returns:
-        one tensor [L - 1] in CPU memory per row; with `entropies` a second list.
+        one tensor [L - 1] in CPU memory per row; with `entropies` a second list; with `ids` a last one, as
+        `Scored.id_logprobs`.
     """
     ranks = engine.ranks
     shares = [np.arange(len(rows))]
@@ -823,10 +835,11 @@ def logprobs(
         numbers = shares[ranks.rank].tolist()
         own, of_own = [rows[number] for number in numbers], None if names is None else [names[n] for n in numbers]
         mask = None if every else [row.weights[1:] != 0 for row in own]
-        scores: Any = ([],) * (1 + entropies)
+        asked = [row.teacher_topk and row.teacher_topk.select(np.arange(1, len(row))) for row in own] if ids else None
+        scores: Any = ([],) * (1 + entropies + ids)
         if own or engine.sharing.collective:
-            made = engine.score(own, entropies=entropies, mask=mask, adapter_names=of_own)
-            scores = (made.logprobs, made.entropies or ())[: 1 + entropies]
+            made = engine.score(own, entropies=entropies, mask=mask, ids=asked, adapter_names=of_own)
+            scores = made.logprobs, *[made.entropies] * entropies, *[made.id_logprobs] * ids
         return [[one.cpu() for one in column] for column in scores]
 
     if engine.sharing.collective:
@@ -835,7 +848,7 @@ def logprobs(
         with ranks.together("scoring"):
             everywhere = ranks.exchange(own_scores())
     order = np.argsort(np.concatenate(shares)).tolist()
-    columns = ([one for of_rank in everywhere for one in of_rank[column]] for column in range(1 + entropies))
+    columns = ([one for of_rank in everywhere for one in of_rank[column]] for column in range(1 + entropies + ids))
     return [[column[number] for number in order] for column in columns]
 
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from treetrain.core.errors import DataError, quoted, shortened
 
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+MOST_LOGPROB = 0.01  # of recorded ones: probabilities that were normalised in bfloat16 are up to 1.008
 
 
 def checked_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
@@ -134,15 +135,18 @@ class IdSets:
     def _recorded(self, logprobs: Any, name: str, there: NDArray[np.bool_] | None) -> Float64[np.ndarray, " n"]:
         """Recorded log-probabilities of the ids, checked."""
         lists = _lists(logprobs, f"{name}: log-probabilities", len(self), there)
+        try:
+            flat = np.fromiter(chain.from_iterable(one for one in lists if one is not None), np.float64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{name}: log-probabilities are no lists of numbers ({shortened(error)})") from error
         for at, (one, count) in enumerate(zip(lists, self.counts.tolist())):
             if (0 if one is None else len(one)) != count:
                 raise DataError(f"{name}[{at}] has {count} ids and {0 if one is None else len(one)} log-probabilities")
-        flat = np.array([*chain.from_iterable(one for one in lists if one is not None)], np.float64)
-        if (wrong := ~(np.isfinite(flat) & (flat <= 0))).any():
+        if (wrong := ~(np.isfinite(flat) & (flat <= MOST_LOGPROB))).any():
             at = int(wrong.argmax())
             raise DataError(
                 f"{name}[{self.places[at]}]: id {self.ids[at]} has the log-probability {flat[at]:g}; give finite "
-                "numbers, at most 0, in nats"
+                f"numbers in nats, at most 0 (to {MOST_LOGPROB:g}, for rounding)"
             )
         return flat
 
@@ -163,8 +167,8 @@ class IdSets:
 def _lists(value: Any, name: str, length: int, there: NDArray[np.bool_] | None) -> list[Any]:
     """A list for each place, or None; of an array only the entries that are there."""
     if there is not None and getattr(value, "shape", ()) == there.shape:
-        value = [row[has].tolist() if has.any() else None for row, has in zip(np.asarray(value), there)]
-    lists = list(value) if hasattr(value, "__len__") and not isinstance(value, str) else None
+        value = [[x for x, has in zip(*row) if has] or None for row in zip(value.tolist(), there.tolist())]
+    lists = [x.tolist() if hasattr(x, "tolist") else x for x in value] if hasattr(value, "__len__") else None
     if lists is None or len(lists) != length:
         given = quoted(value) if lists is None else f"{len(lists)} entries"
         raise DataError(f"{name} has {given} for {length} tokens; give a list of ids for each, or None for no set")

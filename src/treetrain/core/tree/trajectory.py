@@ -3,14 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64, Shaped
 from numpy.typing import ArrayLike
 
 from treetrain.core.errors import DataError, quoted, shortened
-from treetrain.core.tree.token_ids import IdSets, checked_ids
+from treetrain.core.tree.token_ids import MOST_LOGPROB, IdSets, checked_ids
 
 PerToken = Float64[np.ndarray, " L"]
 PER_TOKEN_FACTS = (
@@ -137,7 +137,8 @@ class Trajectory:
                 if name in SCALAR_FACTS and (np.isscalar(value) or getattr(value, "ndim", 1) == 0):
                     per_token([value], name, 1)
                     value = np.full(token_ids.size, value)
-                facts[name] = per_token(value, name, token_ids.size)
+                facts[name] = made = per_token(value, name, token_ids.size)
+                _check_logprobs(name, made, facts["loss_weights"], token_ids)
             for name, value in names.items():
                 try:
                     hash(value)
@@ -146,14 +147,13 @@ class Trajectory:
             facts.update(names, ids=token_ids)
             facts["reward"] = None if reward is None else _reward(reward)
             facts["chosen"] = None if chosen is None else _chosen(chosen)
-            for name, sets in (("sampling_mask", sampling_mask), ("teacher_topk", teacher_topk)):
-                facts[name] = None if sets is None else IdSets.of(sets, name, token_ids.size)
+            for name, sets, recorded in (("sampling_mask", sampling_mask, False), ("teacher_topk", teacher_topk, True)):
+                facts[name] = read = None if sets is None else IdSets.of(sets, name, token_ids.size)
+                if read is not None and recorded != (read.logprobs is not None):
+                    instead = "a pair: ids, and as many log-probabilities" if recorded else "ids alone"
+                    raise DataError(f"{name} has {'no ' * recorded}log-probabilities; give {instead}")
             if isinstance(kept := facts["sampling_mask"], IdSets):
                 facts["sampling_mask"] = kept.beginning_with(token_ids, "sampling_mask")
-            if isinstance(topk := facts["teacher_topk"], IdSets) and topk.logprobs is None:
-                raise DataError(
-                    "teacher_topk has no log-probabilities; give a pair: ids, and as many log-probabilities"
-                )
         except DataError as error:
             raise of_row(id, error) from error
         for name, value in facts.items():
@@ -215,7 +215,7 @@ def per_token(value: object, name: str, length: int, *, nulls: bool = False) -> 
     try:
         # Always a copy: the caller may reuse its buffer.
         array = np.array(value, np.float64, order="C")
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DataError(f"{name} is no flat list of numbers ({shortened(error)})") from error
     if array.shape != (length,):
         given = f"is {quoted(value)}" if array.ndim == 0 else f"has shape {array.shape}"
@@ -227,6 +227,17 @@ def per_token(value: object, name: str, length: int, *, nulls: bool = False) -> 
         at = int(finite.argmin())
         raise DataError(f"{name}[{at}] is {array[at]:g}; give a finite number")
     return array
+
+
+def _check_logprobs(name: str, values: PerToken, weights: Any, ids: Int32[np.ndarray, " L"]) -> None:
+    """Raise DataError for a trained token's probability above 1; for other tokens any number may stand for none."""
+    above = (values > MOST_LOGPROB)[1:] & (True if weights is None else weights[1:] != 0)
+    if name.endswith("logprobs") and above.any():
+        at = 1 + int(above.argmax())
+        raise DataError(
+            f"{name}[{at}] of token {ids[at]} is {values[at]:g}, above 0; give log-probabilities in nats, at most "
+            f"0 (to {MOST_LOGPROB:g}, for rounding), or a loss weight of 0"
+        )
 
 
 def _reward(reward: float) -> float:

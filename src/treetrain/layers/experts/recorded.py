@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
-from jaxtyping import Int16, Int32, Int64, Integer, Shaped
+from jaxtyping import Int16, Int32, Int64, Shaped
 from numpy.typing import ArrayLike
 
 from treetrain.core.errors import DataError, shortened
@@ -95,25 +95,31 @@ class RecordedExperts:
         return Numbered(np.array(names, np.int32), lambda numbers: (flat[numbers], choices[numbers]))
 
 
-def without_fill(experts: Integer[np.ndarray, "L P k"], name: str, instead: str) -> Int64[np.ndarray, "L P k"]:
+def without_fill(experts: Shaped[np.ndarray, "L P k"], name: str, instead: str) -> Int64[np.ndarray, "L P k"]:
     """Recorded experts with -1 where none were recorded: there the model's router chooses.
 
     A record may be shorter than its row, miss tokens, or hold -1 (255 once it has become 8 bits without a sign). The k
-    experts of a token differ, so equal numbers are not a record, and a tail of zeros is not expert 0.
+    experts of a token differ, so equal numbers are not a record, and a tail of zeros is not expert 0. With k = 1, 0 and
+    255 in 8 bits may be either, and are refused.
 
     Args:
         name: of the record, for the error.
         instead: says how to do without it.
 
     Raises:
-        DataError: one expert per token, where 0 may be an expert or no record.
+        DataError: no whole numbers, one below -1, or one expert per token that may be no record.
     """
-    if experts.shape[-1] < 2:
-        raise DataError(
-            f"{name} has one expert per token, and holds 0 where none was recorded, which cannot be told from expert "
-            f"0; {instead}"
-        )
+    if experts.size and experts.dtype.kind not in "iu":
+        raise DataError(f"{name} is of type {experts.dtype}, expected whole numbers; {instead}")
     wide = experts.astype(np.int64)
+    fill = (wide == 0) | ((wide == 255) & (experts.dtype == np.uint8))
+    for wrong, why in (
+        (wide < -1, "experts are numbered from 0, and -1 stands for none"),
+        (fill & (experts.shape[-1] < 2), "with one expert per token, that may be an expert or stand for no record"),
+    ):
+        if wrong.any():
+            token, layer, of = np.argwhere(wrong)[0].tolist()
+            raise DataError(f"{name}: token {token} has {wide[token, layer, of]} in layer {layer}: {why}; {instead}")
     ordered = np.sort(wide, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1, keepdims=True)
     return np.where(twice | (wide < 0).any(-1, keepdims=True), -1, wide)

@@ -1,7 +1,7 @@
 """Batches of token ids that trainers write: Atropos' groups, NeMo RL's training data, prime-rl's exports."""
 
 from treetrain.core.errors import DataError
-from treetrain.logs.formats.tokens import IGNORED_LABEL
+from treetrain.logs.formats.tokens import IGNORED_LABEL, sets_of
 from treetrain.logs.records import Json, Notes, Record, facts, field, look_up
 
 
@@ -71,7 +71,7 @@ def read_prime_rl(record: Record, notes: Notes) -> list[Record]:
             raise DataError(f"`{name}` are given: this row is trained by another loss than its advantages; take it out")
     for name in _OF_EXPORTS:
         look_up(record, name)
-    return [facts(record) | row]
+    return [facts(record) | row | sets_of(record)]
 
 
 _OF_EXPORTS = ("schema_version", "step", "rank", "micro_step", "micro_sequence_idx", "export_sequence_idx")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.logs.formats.tokens import sampled_row
+from treetrain.logs.formats.tokens import sampled_row, sets_of
 from treetrain.logs.messages import CALL_PARTS, FINISH_KEYS, REASONING_PARTS, ROLE_ALIASES, ROLES, TEXT_PARTS, unwrapped
 from treetrain.logs.records import Json, Notes, Record, facts, field, first_path, look_up, objects, parsed, picked
 
@@ -337,7 +337,7 @@ def _sampled_turns(response: Json, known: Record, notes: Notes) -> list[Record]:
         return []
     names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
     known = {"episode": known.get("id", notes.place)} | {name: known[name] for name in known if name != "trial"}
-    return [known | sampled_row(turn, *(turn.get(name) for name in names)) for turn in turns]
+    return [known | sampled_row(turn, *(turn.get(name) for name in names), sets=sets_of(turn)) for turn in turns]
 
 
 def read_batch(record: Record, notes: Notes) -> list[Record]:

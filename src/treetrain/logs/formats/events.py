@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from treetrain.core.errors import DataError, quoted
 from treetrain.logs.formats.conversations import items_to_messages, with_items
-from treetrain.logs.formats.tokens import sampled_row
+from treetrain.logs.formats.tokens import sampled_row, sets_of
 from treetrain.logs.records import Json, Notes, Record, facts, field, first_path, look_up, objects, picked
 
 
@@ -239,7 +239,8 @@ def read_atif(record: Record, notes: Notes) -> list[Record]:
 
 def _atif_call(step: Record) -> dict[str, Json]:
     metrics = field(step, "metrics", dict)
-    return sampled_row(step, *(metrics.get(name) for name in ("prompt_token_ids", "completion_token_ids", "logprobs")))
+    names = ("prompt_token_ids", "completion_token_ids", "logprobs")
+    return sampled_row(step, *(metrics.get(name) for name in names), sets=sets_of(metrics))
 
 
 def read_messages(record: Record, notes: Notes) -> list[Record]:

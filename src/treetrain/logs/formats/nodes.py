@@ -6,13 +6,14 @@ Every trajectory becomes a row: the tokens, or the messages, of the nodes from t
 from collections.abc import Mapping
 
 from treetrain.core.errors import DataError, quoted
-from treetrain.logs.formats.tokens import PER_TOKEN_KEYS
+from treetrain.logs.formats.tokens import PER_TOKEN_KEYS, SET_KEYS
 from treetrain.logs.records import Json, Notes, Record, facts, field, first_of, look_up, objects
 
-NODE_FACTS = {"loss_weights": ("loss_mask", "loss_weights"), **PER_TOKEN_KEYS}
+NODE_FACTS = {"loss_weights": ("loss_mask", "loss_weights"), **PER_TOKEN_KEYS, **{name: (name,) for name in SET_KEYS}}
 ID_KEYS = ("tokens", "input_ids", "token_ids")
 # verifiers' names of lists with one entry for each sampled token, and ours
 SAMPLED = {"logprobs": "rollout_logprobs", "advantages": "advantages", "reference_logprobs": "ref_logprobs"}
+SAMPLED |= {name: name for name in SET_KEYS}
 
 Node = dict[str, Json]
 """`parent` (an index or None), `ids` or `messages`, per-token facts (lists or one number), and `key`."""
@@ -95,7 +96,7 @@ def _trace(trace: Record, known: dict[str, Json], notes: Notes) -> list[Record]:
                             f"`nodes.{number}.{name}` has {len(values)} entries, `mask` trains {mask.count(1)}"
                         )
                     rest = iter(values)
-                    made[ours] = [next(rest) if one == 1 else 0.0 for one in mask]
+                    made[ours] = [next(rest) if one == 1 else None if name in SET_KEYS else 0.0 for one in mask]
         else:
             made["messages"] = [field(node, "message", dict) | ({} if node.get("sampled") else {"weight": 0})]
         nodes.append(made)

@@ -202,26 +202,32 @@ def _zeros_and_ones(value: Json, name: str, length: int, cure: str) -> NDArray[n
 # Prompts and answers
 
 
+def sets_of(record: Record) -> dict[str, Json]:
+    """The sets of ids for each token that a record has; they lie beside the log-probabilities."""
+    return {name: value for name in SET_KEYS if (value := record.get(name)) is not None}
+
+
 def sampled_row(
-    record: Record, prompt: Json, answer: Json, logprobs: Json, mask: Json = None, kept: Json = None
+    record: Record, prompt: Json, answer: Json, logprobs: Json, mask: Json = None, *, sets: Record | None = None
 ) -> dict[str, Json]:
     """A token row of a prompt and a sampled answer, which alone is trained.
 
     Args:
-        logprobs, mask, kept: of the answer; kept are the ids that the sampler kept for each token.
+        logprobs, mask: of the answer.
+        sets: see `sets_of`; of the answer.
 
     Raises:
         DataError: names the field that is no list, or two lengths that differ.
     """
     given = {"prompt ids": prompt, "answer ids": answer}
-    optional = {"logprobs": logprobs or None, "mask": mask, "sampling masks": kept}
+    optional = {"logprobs": logprobs or None, "mask": mask, **(sets or {})}
     for name, value in (given | optional).items():
         if not isinstance(value, list) and not (value is None and name in optional):
             raise DataError(f"the {name} are {'missing' if value is None else quoted(value)}, expected a list")
         if name in optional and value is not None and len(value) != len(answer):
             raise DataError(f"there are {len(value)} {name} for {len(answer)} answer ids; give one for each")
     row = {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + (mask or [1] * len(answer))}
-    row |= {"sampling_mask": [None] * len(prompt) + kept} if kept is not None else {}
+    row |= {name: [None] * len(prompt) + value for name, value in (sets or {}).items()}
     return facts(record) | row | ({"rollout_logprobs": [0.0] * len(prompt) + logprobs} if logprobs else {})
 
 
@@ -258,7 +264,8 @@ def read_server(record: Record, notes: Notes) -> list[Record]:
                 "there are sampling masks: `logprobs` are taken to be those over the kept ids, as vLLM gives them with "
                 "`--logprobs-mode processed_logprobs`"
             )
-        row = facts(record, response) | sampled_row(record, prompt, answer, logprobs, kept=kept)
+        sets = sets_of(place) | ({} if kept is None else {"sampling_mask": kept})
+        row = facts(record, response) | sampled_row(record, prompt, answer, logprobs, sets=sets)
         rows.append(row | ({"images": images} if images else {}))
     return rows
 
@@ -360,7 +367,11 @@ def summed_reward(reward: Json) -> Json:
 
 
 def _step(record: Record) -> dict[str, Json]:
-    row = sampled_row(record, *(first_path(record, *one) for one in (PROMPT_IDS, ANSWER_IDS, LOGPROBS, ANSWER_MASK)))
+    columns = (first_path(record, *one) for one in (PROMPT_IDS, ANSWER_IDS, LOGPROBS, ANSWER_MASK))
+    sets = sets_of(record)
+    if (kept := record.get("rollout_sample_support")) is not None:  # SkyRL's name of sampling masks
+        sets["sampling_mask"] = kept
+    row = sampled_row(record, *columns, sets=sets)
     reward = summed_reward(first_of(record, "reward", "rewards", "score"))
     trajectory, group = first_path(record, *EPISODE), first_path(record, *GROUP)
     if isinstance(trajectory, Mapping):  # SkyRL's `TrajectoryID`
