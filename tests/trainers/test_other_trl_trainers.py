@@ -312,7 +312,7 @@ def test_wrong_states_stop_the_first_step_of_a_distillation(build, what, tmp_pat
     from treetrain.trainers import last_states
 
     within = last_states.within_autograd
-    monkeypatch.setattr(last_states, "within_autograd", lambda scored: [1.01 * x for x in within(scored)])
+    monkeypatch.setattr(last_states, "within_autograd", lambda *given: [1.01 * x for x in within(*given)])
     with pytest.raises(RuntimeError, match=f"{what} of Qwen3ForCausalLM differ from the plain model's by"):
         train(build, tmp_path, shared=True, steps=1)
 

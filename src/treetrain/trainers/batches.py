@@ -21,6 +21,8 @@ TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 """Keyword arguments by which TRL's `AsyncGRPOTrainer` describes a packed tree to its model."""
 ROUTED = "routed_experts"
 """The keyword argument, or entry of a batch, with the experts that the rollout recorded; see `experts_of_rows`."""
+ADAPTERS = "adapter_names"
+"""The keyword argument, or entry of a batch, with the name of each row's adapter of peft."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keyword arguments by which processors say which tokens are of an image; 0 is text."""
 
@@ -225,6 +227,11 @@ class Rows(NamedTuple):
         index = torch.from_numpy(np.concatenate(at)).to(flat.device)
         placed = flat.new_zeros(self.wanted.numel() * width).index_copy(0, index, flat)
         return placed.view(*self.wanted.shape, width).to(self.wanted.device)
+
+    def only(self, numbers: Sequence[int]) -> "Rows":
+        """Some of the rows, whose predictions have the places that they had."""
+        by_row = ("ids", "masks", "places", "spans", "images", "asked", "experts")
+        return self._replace(**{name: [x[k] for k in numbers] for name in by_row if len(x := getattr(self, name))})
 
     def batch(self, rows: Sequence[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted; or rewards, one below another."""

@@ -10,7 +10,7 @@ metric or schedule is copied. `patches.py` lists what is replaced, and how it is
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
 from treetrain.logs.once import Count, checked_count
 from treetrain.parallel.process_group import limit_waits
-from treetrain.trainers.batches import ROUTED, ModelInputs, with_labels
+from treetrain.trainers.batches import ADAPTERS, IGNORED, ROUTED, ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
 from treetrain.trainers.last_states import SharesLastStates, SharesLogits, reads_distributions, share_distributions
 from treetrain.trainers.once import data_counted_once
@@ -163,8 +163,11 @@ class SharesPrefixes:
     def compute_loss(self, model: nn.Module, *args: object, **kwargs: object) -> object:
         """Compute the trainer's loss from the tree's scores."""
         batch = args[0] if args else kwargs.get("inputs")
-        routed = batch.get(ROUTED) if isinstance(batch, dict) else None
-        with self.prefix_sharing.loss_of(model) as inner, replaced(self.prefix_sharing, routed=routed):
+        routed, names = (batch.get(x) for x in (ROUTED, ADAPTERS)) if isinstance(batch, dict) else (None, None)
+        with (
+            self.prefix_sharing.loss_of(model) as inner,
+            replaced(self.prefix_sharing, routed=routed, adapter_names=names),
+        ):
             return super().compute_loss(inner, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
@@ -208,6 +211,8 @@ class PrefixSharing:
         """Whether it reads the logits of the output that also has the loss, so that the plain forward gives both."""
         self.routed: Any = None
         """The experts that were recorded for the rows that the trainer scores now; see `experts_of_rows`."""
+        self.adapter_names: Any = None
+        """The adapter of each row of the batch whose loss is computed now; None if the batch names none."""
         self._settings_compared = False
         """Whether the settings of all ranks have been compared."""
         self._engines: dict[tuple[object, float], TreeEngine] = {}
@@ -349,7 +354,8 @@ class PrefixSharing:
         asks = output.asks(Call(args, kwargs, self.in_loss, self.reads_logits, follows))
         if asks is Asks.OUTPUT and not self.in_loss:
             return plain(*args, **kwargs)
-        unknown, question = unknown_arguments(model, kwargs), None
+        names, question = kwargs.get(ADAPTERS), None
+        unknown = unknown_arguments(model, {name: value for name, value in kwargs.items() if name != ADAPTERS})
         ranks = self._engine_for(model, output).sharing.passes_with
         with ranks.together("the model's call"):
             asks = agreed(ranks, asks, unknown=bool(unknown))
@@ -357,8 +363,18 @@ class PrefixSharing:
                 if unknown:
                     raise refused_arguments(unknown)
                 inputs = with_labels(kwargs)
-                rows = output.rows(inputs | ({} if _is_reference(self, model) else {ROUTED: routed}), self.model)
-                question = Question(forward, output, inputs, rows, shifted=inputs is not kwargs)
+                if names is None and self.adapter_names is None:
+                    reference = _is_reference(self, model)
+                    rows = output.rows(inputs | ({} if reference else {ROUTED: routed}), self.model)
+                    question = Question(forward, output, inputs, rows, shifted=inputs is not kwargs)
+                elif names is None or not output.has_loss:
+                    raise ValueError(
+                        f"the batch has {ADAPTERS}, and {type(self.trainer).__name__} trains all of its rows through "
+                        "the active adapter: leave them out, or take a plain Trainer, or a loss of your own on "
+                        "tt.token_logprobs(model, inputs), both of which train each row's own"
+                    )
+        if question is None and asks is Asks.SCORES:
+            return self._loss_of_adapters(forward, inputs)
         if question is not None:
             return self._from_tree(question)
         if asks is Asks.OUTPUT_OR_SCORES:
@@ -375,17 +391,45 @@ class PrefixSharing:
         ranks = self._engine_for(forward.module, output).sharing.passes_with
         with ranks.together("the model's call"):
             agreed(ranks, Asks.LOGPROBS if ids is None else Asks.LOGPROBS_AT_IDS)
-            inputs = {name: value for name, value in inputs.items() if name != ROUTED}
+            disabled = getattr(forward.module, "_adapters_disabled", False)  # for a reference without adapters
+            names = None if disabled else inputs.get(ADAPTERS)
+            inputs = {name: value for name, value in inputs.items() if name not in (ROUTED, ADAPTERS)}
             routed = {} if _is_reference(self, forward.module) else {ROUTED: self.routed}
             rows = output.rows(inputs | routed, forward.module)
             question = Question(forward, output, inputs, rows if ids is None else rows.asking(ids))
-        return self._from_tree(question)
+        return self._from_tree(question) if names is None else self._of_adapters(question, names)
+
+    def _loss_of_adapters(self, forward: TreeForward, inputs: ModelInputs) -> TreeOutput:
+        """The output of a plain Trainer's model for rows that each name their adapter."""
+        logprobs, _, _ = self.token_logprobs(forward, inputs, 1.0, entropy=False, ids=None)
+        normaliser = inputs.get("num_items_in_batch")
+        if normaliser is None:
+            normaliser = (inputs["labels"][:, 1:] != IGNORED).sum()
+        return TreeOutput(forward, inputs, -logprobs.sum() / normaliser)
+
+    def _of_adapters(self, question: Question, names: Sequence[str]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scores of a batch whose rows each name their adapter: a tree for each of these, which has its rows alone."""
+        from treetrain.adapters import Groups
+
+        model, rows = question.forward.module, question.rows
+        groups = Groups(self._engine_for(model, question.output), len(rows.ids), names, trains=False)
+        if _trains(model):
+            groups.check_trained()
+            self.settle(everything=False, last=False)  # before another adapter is active
+        found: list[tuple[Tensor, ...]] = []
+        for name, numbers in groups.rows.items():
+            own = question._replace(rows=rows.only(numbers), within=functools.partial(groups.active, name))
+            # The first step compares the rows of one adapter: ranks compare together, and may have other adapters.
+            with nullcontext() if not found else replaced(self, check=False):
+                found.append(self._from_tree(own))
+        # Each has zeros in the places of the other adapters' rows.
+        return tuple(None if one[0] is None else sum(one) for one in zip(*found))  # type: ignore[return-value]
 
     def _from_tree(self, question: Question) -> Any:
         """The output that the trainer gets for a call, from a tree."""
         model, output = question.forward.module, question.output
         engine = self._engine_for(model, output)
-        with self.processes.autocast(), output.balanced(model, question.inputs) as balanced:
+        with self.processes.autocast(), question.within(), output.balanced(model, question.inputs) as balanced:
             if self.check and _trains(model):
                 self._check_first_step(question, engine, balanced=balanced)
             scores, own = self._scored(question, engine, balanced=balanced)
@@ -402,12 +446,14 @@ class PrefixSharing:
         # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.
         hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
         alone = balanced or (not engine.sharing.collective and (hooked or bool(users_hooks(model))))
-        alone = alone or bool(question.rows.asked)  # those of the next micro-batches are not known
+        # The ids asked for of the next micro-batches, and their rows of one adapter, are not known.
+        alone = alone or bool(question.rows.asked) or question.within is not nullcontext
         if training:
             self.settle(everything=False, last=False)  # several trees in a micro-batch would be alive at once
         ask = Ask.of(model, output, engine.prepared.device.type)
         scores, own = self.steps.scores_for(ask, question.rows, together=not alone)
         if scores.scored is None:
+            scores.within = question.within
             started = self.gains.now() if training else 0.0
             scored = scores.score(engine, output.score)
             if training:
