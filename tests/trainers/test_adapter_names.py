@@ -53,6 +53,7 @@ def batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ids[k, : len(row["input_ids"])], mask[k, : len(row["input_ids"])] = torch.tensor(row["input_ids"]), 1
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, 0] = -100
+    labels[[k for k, row in enumerate(rows) if not row["labels"]]] = -100
     return {
         "input_ids": ids, "attention_mask": mask, "labels": labels,
         "adapter_names": [row["adapter_names"] for row in rows],
@@ -101,14 +102,17 @@ def made(folder: Path, kind: type[Trainer] = Trainer, model: Any = None, budget:
     """A trainer of one step of all rows, in two micro-batches."""
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     function = own.pop("compute_loss_func", None)
-    rows = own.pop("rows", ROWS)
+    rows, without_labels = own.pop("rows", ROWS), own.pop("without_labels", ())
     args = TrainingArguments(
         output_dir=str(folder), max_steps=1, learning_rate=RATE, lr_scheduler_type="constant", optim="sgd",
         save_strategy="no", use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, max_grad_norm=0.0,
         remove_unused_columns=False, dataloader_pin_memory=False, train_sampling_strategy="sequential",
         **{**settings, **own},
     )  # fmt: skip
-    data = [{"input_ids": ids, "labels": ids, "adapter_names": name} for ids, name in rows]
+    data = [
+        {"input_ids": ids, "labels": [] if k in without_labels else ids, "adapter_names": name}
+        for k, (ids, name) in enumerate(rows)
+    ]
     model = adapted() if model is None else model
     return tt.share_prefixes(
         kind(model, args, train_dataset=data, data_collator=batch, compute_loss_func=function), budget
@@ -146,8 +150,8 @@ def test_each_adapter_gets_the_gradients_of_its_own_rows(kind, function, loss_of
     score = TreeScores.score
 
     def watched(self: TreeScores, *args: Any) -> Any:
-        if torch.is_grad_enabled():
-            trees.append((trainer.model.active_adapter, len(self.tree.trajectories)))
+        without = "" if torch.is_grad_enabled() else " without gradient"
+        trees.append((trainer.model.active_adapter + without, len(self.tree.trajectories)))
         return score(self, *args)
 
     with runs.double():
@@ -156,9 +160,19 @@ def test_each_adapter_gets_the_gradients_of_its_own_rows(kind, function, loss_of
             trainer.train()
         loss = check(trainer.model, loss_of, ROWS)
     assert trainer.state.log_history[0]["train_loss"] == pytest.approx(loss, rel=1e-6)
-    assert trees == [("one", 2), ("two", 2), ("two", 4)]  # a tree for each adapter of a micro-batch
+    # A tree for each adapter of a micro-batch; without adapters one for all rows.
+    assert [tree for tree in trees if "without" not in tree[0]] == [("one", 2), ("two", 2), ("two", 4)]
+    assert [rows for name, rows in trees if "without" in name] == ([4, 4] if kind is Own else [])
     assert trainer.model.active_adapter == "one"
     assert all(p.requires_grad for name, p in trainer.model.named_parameters() if "lora" in name)
+
+
+def test_micro_batches_of_one_adapter_each_share_nothing_with_those_of_the_other(tmp_path):
+    rows = sorted(ROWS, key=lambda row: row[1])
+    trainer = made(tmp_path, rows=rows, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    with runs.double():
+        trainer.train()
+        check(trainer.model, plain_loss, rows)
 
 
 def test_gradient_checkpointing_runs_layers_again_through_the_adapter_of_their_rows(tmp_path):
@@ -181,8 +195,12 @@ def test_an_evaluation_scores_each_row_through_its_adapter(tmp_path):
     assert found == pytest.approx(sum(expected) / sum(len(ids) - 1 for ids, _ in ROWS[:4]), rel=1e-6)
 
 
-def on_ranks(group: Any, folder: str) -> list[float]:
-    """Train on these processes: the first micro-batch of one of them has rows of both adapters, all others of one."""
+def on_ranks(group: Any, folder: str, silent: int) -> list[float]:
+    """Train on these processes: the first micro-batch of one of them has rows of both adapters, all others of one.
+
+    Args:
+        silent: how many rows have no labels.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -190,16 +208,19 @@ def on_ranks(group: Any, folder: str) -> list[float]:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     torch.manual_seed(0)
-    trainer = made(Path(folder), Own, per_device_train_batch_size=2, ddp_backend="gloo")
+    rows = [ROWS[k] for k in (0, 1, 3, 4, 2, 5, 6, 7)]
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "without_labels": range(silent)}
+    trainer = made(Path(folder), Own, rows=rows, ddp_backend="gloo", **settings)
     with runs.double():
         trainer.train()
-        check(trainer.model, own_loss, ROWS)
+        check(trainer.model, own_loss, rows[silent:])
     assert trainer.accelerator.num_processes == size
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
 
 
-def test_two_processes_with_rows_of_different_adapters_train_as_each_row_by_itself(two, tmp_path):
-    ranks = two.run(on_ranks, str(tmp_path), timeout=200)
+@pytest.mark.parametrize("silent", [0, 4])
+def test_two_processes_with_rows_of_different_adapters_train_as_each_row_by_itself(two, silent, tmp_path):
+    ranks = two.run(on_ranks, str(tmp_path), silent, timeout=100)
     assert ranks[0] == ranks[1]
 
 
@@ -212,7 +233,7 @@ def test_what_names_no_adapter_is_refused_with_the_row(tmp_path):
     frozen.set_requires_grad("two", False)
     with pytest.raises(ValueError, match="row 1 has the adapter 'two', whose weights are all frozen"):
         made(tmp_path, model=frozen).train()
-    rows = batch([{"input_ids": ids, "adapter_names": name} for ids, name in ROWS])
+    rows = batch([{"input_ids": ids, "labels": ids, "adapter_names": name} for ids, name in ROWS])
     trainer = made(tmp_path)
     with pytest.raises(DataError, match="there are 8 rows and 7 adapter_names"):
         tt.token_logprobs(trainer.model, {**rows, "adapter_names": rows["adapter_names"][1:]})
