@@ -245,7 +245,7 @@ def test_what_names_no_adapter_is_refused_with_the_row(tmp_path):
     trainer = made(tmp_path)
     with pytest.raises(DataError, match="there are 8 rows and 7 adapter_names"):
         tt.token_logprobs(trainer.model, {**rows, "adapter_names": rows["adapter_names"][1:]})
-    with pytest.raises(ValueError, match="the batch has adapter_names, which choose each row's adapter only in"):
+    with pytest.raises(ValueError, match="the batch has adapter_names, which chooses each row's adapter only in"):
         tt.token_logprobs(adapted(), rows)
 
 

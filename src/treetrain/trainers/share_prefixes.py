@@ -22,9 +22,10 @@ from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.once import Count, checked_count
 from treetrain.parallel.process_group import limit_waits
-from treetrain.trainers.batches import ADAPTERS, IGNORED, ROUTED, ModelInputs, with_labels
+from treetrain.trainers.batches import ADAPTERS, IGNORED, KEPT, RECORDED, ROUTED, ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
 from treetrain.trainers.last_states import SharesLastStates, SharesLogits, reads_distributions, share_distributions
 from treetrain.trainers.once import data_counted_once
@@ -137,17 +138,16 @@ class SharesPrefixes:
         return batches, num_items
 
     def _generate(self, *args: object, **kwargs: object) -> object:
-        """Generate, and keep the experts that a ``rollout_func`` has recorded."""
+        """Generate, and keep the experts and the sampling masks that a ``rollout_func`` has recorded."""
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
-        self.prefix_sharing.routed = recorded_in(generated)
+        self.prefix_sharing.recorded = recorded_in(generated)
         return generated
 
     def _generate_and_score_completions(self, *args: object, **kwargs: object) -> dict[str, object]:
-        """Generate and score; recorded experts go with the rows into their micro-batches."""
-        with replaced(self.prefix_sharing, routed=None):
+        """Generate and score; what was recorded goes with the rows into their micro-batches."""
+        with replaced(self.prefix_sharing, recorded={}):
             output = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
-            routed = self.prefix_sharing.routed
-            return output if routed is None else output | {ROUTED: routed}
+            return output | self.prefix_sharing.recorded
 
     def _get_per_token_logps_and_entropies(
         self, *args: object, batch_size: int | None = None, **kwargs: object
@@ -163,10 +163,11 @@ class SharesPrefixes:
     def compute_loss(self, model: nn.Module, *args: object, **kwargs: object) -> object:
         """Compute the trainer's loss from the tree's scores."""
         batch = args[0] if args else kwargs.get("inputs")
-        routed, names = (batch.get(x) for x in (ROUTED, ADAPTERS)) if isinstance(batch, dict) else (None, None)
+        given = batch if isinstance(batch, dict) else {}
+        recorded = {name: given[name] for name in RECORDED if given.get(name) is not None}
         with (
             self.prefix_sharing.loss_of(model) as inner,
-            replaced(self.prefix_sharing, routed=routed, adapter_names=names),
+            replaced(self.prefix_sharing, recorded=recorded, adapter_names=given.get(ADAPTERS)),
         ):
             return super().compute_loss(inner, *args, **kwargs)  # type: ignore[misc]
 
@@ -209,8 +210,8 @@ class PrefixSharing:
         """Whether the trainer is in `compute_loss`, where calls with labels ask for scores."""
         self.reads_logits = False
         """Whether it reads the logits of the output that also has the loss, so that the plain forward gives both."""
-        self.routed: Any = None
-        """The experts that were recorded for the rows that the trainer scores now; see `experts_of_rows`."""
+        self.recorded: dict[str, Any] = {}
+        """What was recorded for the rows that the trainer scores now, by the names in `RECORDED`."""
         self.adapter_names: Any = None
         """The adapter of each row of the batch whose loss is computed now; None if the batch names none."""
         self._settings_compared = False
@@ -349,7 +350,7 @@ class PrefixSharing:
             args, kwargs = (), by_name(model, args, kwargs)
         if RUN_KEYWORD in kwargs:  # a pass of a tree
             return plain(*args, **kwargs)
-        routed, kwargs = self.routed, {name: value for name, value in kwargs.items() if name != ROUTED}
+        kwargs = {name: value for name, value in kwargs.items() if name not in RECORDED}
         follows = torch.is_grad_enabled() or callable(self.trainer.compute_loss_func)
         asks = output.asks(Call(args, kwargs, self.in_loss, self.reads_logits, follows))
         if asks is Asks.OUTPUT and not self.in_loss:
@@ -364,8 +365,7 @@ class PrefixSharing:
                     raise refused_arguments(unknown)
                 inputs = with_labels(kwargs)
                 if names is None and self.adapter_names is None:
-                    reference = _is_reference(self, model)
-                    rows = output.rows(inputs | ({} if reference else {ROUTED: routed}), self.model)
+                    rows = output.rows(inputs | self._recorded(model), self.model)
                     question = Question(forward, output, inputs, rows, shifted=inputs is not kwargs)
                 elif names is None or not output.has_loss:
                     raise ValueError(
@@ -393,11 +393,16 @@ class PrefixSharing:
             agreed(ranks, Asks.LOGPROBS if ids is None else Asks.LOGPROBS_AT_IDS)
             disabled = getattr(forward.module, "_adapters_disabled", False)  # for a reference without adapters
             names = None if disabled else inputs.get(ADAPTERS)
-            inputs = {name: value for name, value in inputs.items() if name not in (ROUTED, ADAPTERS)}
-            routed = {} if _is_reference(self, forward.module) else {ROUTED: self.routed}
-            rows = output.rows(inputs | routed, forward.module)
+            inputs = {name: value for name, value in inputs.items() if name not in (*RECORDED, ADAPTERS)}
+            rows = output.rows(inputs | self._recorded(forward.module), forward.module)
             question = Question(forward, output, inputs, rows if ids is None else rows.asking(ids))
         return self._from_tree(question) if names is None else self._of_adapters(question, names)
+
+    def _recorded(self, model: nn.Module) -> dict[str, Any]:
+        """What was recorded, for a call of the model: a reference's routers choose for themselves."""
+        adapter = getattr(model, "active_adapter", None)
+        reference = model is not self.model or bool(getattr(model, "_adapters_disabled", False)) or adapter == "ref"
+        return {name: value for name, value in self.recorded.items() if not (reference and name == ROUTED)}
 
     def _loss_of_adapters(self, forward: TreeForward, inputs: ModelInputs) -> TreeOutput:
         """The output of a plain Trainer's model for rows that each name their adapter."""
@@ -487,35 +492,40 @@ class PrefixSharing:
             self.check = False
 
 
-def _is_reference(sharing: PrefixSharing, model: nn.Module) -> bool:
-    """Whether a call of the model is of the reference policy, whose routers choose for themselves."""
-    adapter = getattr(model, "active_adapter", None)
-    return model is not sharing.model or bool(getattr(model, "_adapters_disabled", False)) or adapter == "ref"
-
-
-def recorded_in(generated: object) -> list[Any] | None:
-    """The experts that a ``rollout_func`` of GRPO recorded: [tokens, layers, k] for the prompt and completion of a row.
+def recorded_in(generated: object) -> dict[str, list[Any]]:
+    """What a ``rollout_func`` of GRPO recorded, by the names in `RECORDED`: for each row, from its prompt on.
 
     Args:
         generated: what the trainer's `_generate` returns: prompts, completions and, among others, a dict of the
-            further fields of the rollout.
+            further fields of the rollout: ``routed_experts``, [tokens, layers, k] of prompt and completion, and
+            ``sampling_mask``, a list of ids for each token of the completion, or None.
 
     Raises:
-        DataError: a record of other tokens than the row's; that of the last token may be missing.
+        DataError: a record of other tokens than the row's (of experts, that of the last token may be missing); a token
+            that its sampler did not keep.
     """
     parts: Sequence[Any] = list(generated) if isinstance(generated, tuple) else []
-    fields = next((part for part in parts if isinstance(part, dict) and part.get(ROUTED) is not None), None)
-    if fields is None:
-        return None
-    recorded = list(fields[ROUTED])
-    for number, (own, prompt, completion) in enumerate(zip(recorded, parts[0], parts[1], strict=True)):
+    fields = [part for part in parts if isinstance(part, dict)]
+    recorded = {name: list(part[name]) for part in fields for name in RECORDED if part.get(name) is not None}
+    for number, (prompt, completion) in enumerate(zip(*parts[:2], strict=True) if recorded else ()):
         tokens = len(prompt) + len(completion)
+        own = recorded[ROUTED][number] if ROUTED in recorded else None
         if own is not None and len(own) not in (0, tokens - 1, tokens):
             raise DataError(
                 f"{ROUTED} of row {number} of the rollout has {len(own)} tokens, and its prompt and completion have "
                 f"{len(prompt)} and {len(completion)}: record all of them in order (the last may be missing), with -1 "
                 "where the router is to choose"
             )
+        kept = recorded[KEPT][number] if KEPT in recorded else None
+        if kept is not None:
+            if len(kept) != len(completion):
+                raise DataError(
+                    f"{KEPT} of row {number} of the rollout has {len(kept)} lists of ids, and its completion has "
+                    f"{len(completion)} tokens: record one for each, None where the sampler kept every id"
+                )
+            kept = [None] * len(prompt) + list(kept)
+            Trajectory([*prompt, *completion], sampling_mask=kept, id=f"{number} of the rollout")  # raises
+            recorded[KEPT][number] = kept
     return recorded
 
 

@@ -132,6 +132,7 @@ def _equal(one: Rows, other: Rows) -> bool:
     return (
         images == others
         and routed == routes
+        and list(one.kept) == list(other.kept)
         and all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
     )
 

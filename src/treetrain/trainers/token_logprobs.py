@@ -28,7 +28,17 @@ from treetrain.core.hf.capability import (
 )
 from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.parallel.process_group import output_dtype
-from treetrain.trainers.batches import ADAPTERS, IGNORED, ROUTED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
+from treetrain.trainers.batches import (
+    ADAPTERS,
+    IGNORED,
+    KEPT,
+    ROUTED,
+    TOKEN_TYPES,
+    ModelInputs,
+    Rows,
+    rows_of,
+    with_labels,
+)
 from treetrain.trainers.calls import KNOWN_ARGUMENTS, image_arguments
 from treetrain.trainers.outputs import TreeOutput
 from treetrain.trainers.patches import tree_forward
@@ -99,11 +109,12 @@ def token_logprobs(
         _check_ids(ids, batch["input_ids"], inner)
         forward = tree_forward(inner)
         if forward is None:
-            for name, effect in ((ROUTED, "replace the routers' choices"), (ADAPTERS, "choose each row's adapter")):
+            effects = {ROUTED: "replaces the routers' choices", KEPT: "is the support of each distribution"}
+            for name, effect in {**effects, ADAPTERS: "chooses each row's adapter"}.items():
                 if inputs.get(name) is not None:
                     raise ValueError(
                         f"the batch has {name}, which {effect} only in a trainer with tt.share_prefixes(trainer); "
-                        "leave them out here"
+                        "leave it out here"
                     )
             scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy, ids=ids)
         else:
