@@ -393,16 +393,19 @@ class PrefixSharing:
             agreed(ranks, Asks.LOGPROBS if ids is None else Asks.LOGPROBS_AT_IDS)
             disabled = getattr(forward.module, "_adapters_disabled", False)  # for a reference without adapters
             names = None if disabled else inputs.get(ADAPTERS)
+            recorded = {name: inputs[name] for name in RECORDED if name in inputs}
             inputs = {name: value for name, value in inputs.items() if name not in (*RECORDED, ADAPTERS)}
-            rows = output.rows(inputs | self._recorded(forward.module), forward.module)
+            rows = output.rows(inputs | self._recorded(forward.module, recorded), forward.module)
             question = Question(forward, output, inputs, rows if ids is None else rows.asking(ids))
         return self._from_tree(question) if names is None else self._of_adapters(question, names)
 
-    def _recorded(self, model: nn.Module) -> dict[str, Any]:
-        """What was recorded, for a call of the model: a reference's routers choose for themselves."""
+    def _recorded(self, model: nn.Module, given: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What was recorded (or `given` with a batch), for a call of the model: a reference's routers are free."""
         adapter = getattr(model, "active_adapter", None)
         reference = model is not self.model or bool(getattr(model, "_adapters_disabled", False)) or adapter == "ref"
-        return {name: value for name, value in self.recorded.items() if not (reference and name == ROUTED)}
+        return {
+            name: value for name, value in (self.recorded | (given or {})).items() if not (reference and name == ROUTED)
+        }
 
     def _loss_of_adapters(self, forward: TreeForward, inputs: ModelInputs) -> TreeOutput:
         """The output of a plain Trainer's model for rows that each name their adapter."""

@@ -32,6 +32,7 @@ from treetrain.trainers.batches import (
     ADAPTERS,
     IGNORED,
     KEPT,
+    RECORDED,
     ROUTED,
     TOKEN_TYPES,
     ModelInputs,
@@ -164,7 +165,7 @@ def _arguments(model: nn.Module, inputs: Mapping[str, object]) -> ModelInputs:
             f"the batch has {', '.join(unknown)}, which {type(causal_lm(model)).__name__} reads and which is not known "
             "to be exact here; leave it out of the batch"
         )
-    names = (*_OF_ROWS, *sorted(images), "labels", "shift_labels", ADAPTERS)
+    names = (*_OF_ROWS, *sorted(images), "labels", "shift_labels", ADAPTERS, *RECORDED)
     return with_labels({name: given[name] for name in names if name in given})
 
 
