@@ -26,7 +26,7 @@ from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
 from treetrain.parallel.process_group import compute_dtype
 from treetrain.trainers.patches import OwnForward, is_fused
-from treetrain.trainers.settings import check_trainer, classes_of_trl, refuse
+from treetrain.trainers.settings import check_trainer, classes_of_trl, columns_of_rows, refuse
 
 COMPARED_ROWS = 3
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -87,9 +87,11 @@ class LastStates:
         check_trainer(trainer)
         self._trainer, self._name = trainer, type(trainer).__name__
         beginning = f"share_prefixes cannot be exact with {self._name} and "
+        columns = columns_of_rows(trainer)
         refuse(
             beginning,
             [
+                (columns, f"the column {', '.join(columns)} of train_dataset, which it does not read; remove it"),
                 (
                     trainer.accelerator.num_processes > 1,
                     f"{trainer.accelerator.num_processes} processes, which has not been verified; launch one",

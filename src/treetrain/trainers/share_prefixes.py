@@ -32,7 +32,7 @@ from treetrain.trainers.once import data_counted_once
 from treetrain.trainers.outputs import Answer, Output, Question, TokensOutput, TreeOutput, kind_of_output
 from treetrain.trainers.patches import OwnForward, TreeForward, before_steps, is_fused, weakly
 from treetrain.trainers.processes import Processes
-from treetrain.trainers.settings import check_trainer
+from treetrain.trainers.settings import check_trainer, columns_of_rows
 from treetrain.trainers.sharded_processes import ShardedProcesses
 from treetrain.trainers.step_scores import Ask, StepScores, TreeScores
 from treetrain.trainers.zero_processes import ZeroProcesses
@@ -165,6 +165,12 @@ class SharesPrefixes:
         batch = args[0] if args else kwargs.get("inputs")
         given = batch if isinstance(batch, dict) else {}
         recorded = {name: given[name] for name in RECORDED if given.get(name) is not None}
+        missing = [name for name in self.prefix_sharing.columns if name not in given]
+        if missing and self.prefix_sharing.steps.step.training:
+            raise ValueError(
+                f"train_dataset has a column {missing[0]}, and its batch has none: the data_collator drops it. Give "
+                "one that puts it into the batch, or remove or rename the column"
+            )
         with (
             self.prefix_sharing.loss_of(model) as inner,
             replaced(self.prefix_sharing, recorded=recorded, adapter_names=given.get(ADAPTERS)),
@@ -199,6 +205,8 @@ class PrefixSharing:
         self.model: nn.Module = trainer.model
         kind = kind_of_output(trainer)
         check_trainer(trainer)
+        self.columns = columns_of_rows(trainer)
+        """Columns of the training data that every batch must have; see there."""
         self.processes = PROCESSES.get(trainer.accelerator.distributed_type.value, Processes)(trainer)
         self.trainer, self.budget, self.check = trainer, budget, check
         self._compares_first_use = bool(check)
