@@ -153,6 +153,9 @@ def test_masks_in_a_batch_are_of_its_loss_or_refused(tmp_path):
         (total / 8).backward()
     for (name, p), q in zip(plain.named_parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(q.detach(), p.detach() - RATE * p.grad, rtol=0, atol=1e-12, msg=name)
+    trainer.compute_metrics = lambda _: {}
+    with pytest.raises(ValueError, match="reads logits runs the plain model, which does not read sampling_mask"):
+        trainer.evaluate(data)
     inputs = collate(data)
     for wrong, message in ((kept[:2], "is lists of 2 rows, and the batch has 3"), (kept[::-1], "has 3 lists for 4")):
         with pytest.raises(DataError, match=f"sampling_mask of .*{message}"):

@@ -363,6 +363,11 @@ class PrefixSharing:
         asks = output.asks(Call(args, kwargs, self.in_loss, self.reads_logits, follows))
         if asks is Asks.OUTPUT and not self.in_loss:
             return plain(*args, **kwargs)
+        if self.reads_logits and self.recorded:
+            raise ValueError(
+                f"an evaluation that reads logits runs the plain model, which does not read {', '.join(self.recorded)} "
+                "of the batch: set prediction_loss_only=True (or compute_metrics=None), or leave them out of its data"
+            )
         names, question = kwargs.get(ADAPTERS), None
         unknown = unknown_arguments(model, {name: value for name, value in kwargs.items() if name != ADAPTERS})
         ranks = self._engine_for(model, output).sharing.passes_with
