@@ -45,6 +45,7 @@ WORKS = {
         "trainer_exactness",
         [
             *("tests/trainers/test_share_prefixes.py", "tests/trainers/test_share_prefixes_ranks.py"),
+            "tests/trainers/test_other_trl_trainers.py",
             *("-m", "slow", "-k", "not adamw_weights"),
         ],
     ),

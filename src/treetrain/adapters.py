@@ -110,14 +110,20 @@ class Groups:
         self._own = {name: parameters_of(model, name) for name in model.peft_config}
         adapted = {p for own in self._own.values() for p in own}
         self._own[BASE] = {p for p in model.parameters() if p not in adapted}
-        for name in self.rows if trains else ():
+        if trains:
+            self.check_trained()
+
+    def check_trained(self) -> None:
+        """Raise ValueError for rows of an adapter that has nothing to train."""
+        for name in self.rows:
             reads = self._own[BASE] | self._own[name]
             if not any(p.requires_grad for p in reads):
                 first = next(iter(self.rows[name]), 0)
                 cure = (
                     "leave such rows out"
                     if name == BASE
-                    else f"call model.set_requires_grad({name!r}, True) before the optimizer is made"
+                    else f"call model.set_requires_grad({name!r}, True) before the optimizer is made (and after each "
+                    "set_adapter and disable_adapter of peft, which freeze all but the active one)"
                 )
                 raise ValueError(
                     f"row {first} has the adapter {name!r}, whose weights are all frozen (requires_grad=False), so the "

@@ -1,6 +1,7 @@
 """Log-probabilities, values and rewards live in autograd, in one node for a whole batch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -140,12 +141,16 @@ def _scored_values(
     return engine._scored(name, sequences, logprobs=False, values=values, in_autograd=True)
 
 
-def within_autograd(scored: Scored) -> list[Tensor]:
-    """The leaves as outputs of one autograd node whose inputs are the parameters."""
+def within_autograd(scored: Scored, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> list[Tensor]:
+    """The leaves as outputs of one autograd node whose inputs are the parameters.
+
+    Args:
+        within: makes the context of the tree's backward, which runs parts of the model again.
+    """
     if not scored.live or not scored.computed_tokens:
         return scored.leaves
     parameters = [p for p in scored.parameters if p.requires_grad]
-    return list(_TreeScores.apply(scored, parameters, *parameters))  # type: ignore[call-overload]
+    return list(_TreeScores.apply(scored, parameters, within, *parameters))  # type: ignore[call-overload]
 
 
 class _TreeScores(torch.autograd.Function):
@@ -156,18 +161,20 @@ class _TreeScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, scored: Scored, parameters: list[nn.Parameter], *_: Tensor):
-        ctx.given = scored, parameters
+    def forward(ctx, scored: Scored, parameters: list[nn.Parameter], within: Callable[[], Any], *_: Tensor):
+        ctx.given = scored, parameters, within
         ctx.set_materialize_grads(False)
         return tuple(leaf.detach().clone() for leaf in scored.leaves)  # the caller may write into them
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor | None):
-        scored, parameters = ctx.given
+        scored, parameters, within = ctx.given
         for leaf, gradient in zip(scored.leaves, gradients):
             leaf.grad = gradient
-        return None, None, *gradients_of(parameters, partial(scored.backward, sync=False))
+        with within():
+            found = gradients_of(parameters, partial(scored.backward, sync=False))
+        return None, None, None, *found
 
 
 def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:

@@ -420,6 +420,15 @@ def test_a_comparison_leaves_the_model_and_the_generators_as_they_were():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_first_use_under_autocast_leaves_no_copies_of_the_random_numbers_in_adapters():
+    model, scores = adapted("LORA"), []
+    assert any(p.requires_grad for p in model.parameters())  # autocast keeps their 16-bit copies until it ends
+    for check in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores.append(torch.cat(tt.TreeEngine(model, check=check).score(ROWS).logprobs).detach())
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-6)
+
+
 def test_a_forward_at_the_address_of_an_accepted_one_is_compared():
     model = make_model()
     mlp, engine = model.model.layers[0].mlp, tt.TreeEngine(model)

@@ -27,7 +27,7 @@ from treetrain.trainers.outputs import Answer, Compared, Output, label_logprobs,
 from treetrain.trainers.patches import before_steps
 
 DISTILLED = 3
-"""Steps of a distillation; 20 agree as well."""
+"""Steps of a distillation; those marked slow take 20."""
 
 
 def experimental(name: str) -> Any:
@@ -267,14 +267,42 @@ def build_stable_distillation(settings: dict[str, Any], dtype: torch.dtype, fold
     )
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_distillation_from_hidden_states_learns_the_same(lora, tmp_path):
-    build = functools.partial(build_stable_distillation, lora=lora)
-    shared, plain = (train(build, tmp_path, shared=share, steps=DISTILLED) for share in (True, False))
+@pytest.mark.parametrize(
+    "own", [{}, {"lora": True}, {"bf16": True}, {"bf16": True, "budget": 16}, {"bf16": True, "lora": True}], ids=str
+)
+def test_distillation_from_hidden_states_learns_the_same(own, tmp_path):
+    """Also with bf16=True, TRL's default: TRL calls its models around accelerate's autocast, in float32."""
+    own = {"bf16": False, **own}
+    build = functools.partial(build_stable_distillation, lora=own.pop("lora", False))
+    shared, plain = (train(build, tmp_path, shared=share, steps=DISTILLED, **own) for share in (True, False))
     found = difference(shared, plain)
     assert max(found.metrics, found.weights) <= 1e-5 and found.updates <= 1e-4, found
     engines = shared.trainer.last_states._engines
     assert len(engines) == 2  # the student's and the teacher's
+
+
+@pytest.mark.parametrize("name", DISTILLATIONS)
+def test_distillation_from_logits_in_mixed_precision_is_as_far_from_float32_as_the_plain_one(name, tmp_path):
+    build = DISTILLATIONS[name]
+    shared, plain = (train(build, tmp_path, shared=share, steps=2, bf16=True) for share in (True, False))
+    exact = train(build, tmp_path, shared=False, steps=2)
+    ours, theirs = (difference(run, exact) for run in (shared, plain))
+    assert 1e-3 < ours.updates <= 1.5 * theirs.updates, (ours, theirs)
+    assert ours.metrics <= 2.5 * theirs.metrics, (ours, theirs)
+    assert shared.trainer.last_states._compared  # in 16 bits, though accelerate's output is in float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["DistillationTrainer", "DistillationTrainer lora", "DistillationTrainer bf16", *DISTILLATIONS]
+)
+def test_a_distillation_is_the_same_after_twenty_steps(name, tmp_path, record_property):
+    stable = functools.partial(build_stable_distillation, lora="lora" in name)
+    build, bf16 = DISTILLATIONS.get(name, stable), "bf16" in name
+    shared, plain = (train(build, tmp_path, shared=share, steps=20, bf16=bf16) for share in (True, False))
+    found = difference(shared, plain)
+    assert max(found.metrics, found.weights) <= 1e-5 and found.updates <= 1e-3, found
+    record_property("errors", {"metrics": found.metrics, "weights": found.weights, "updates": found.updates})
 
 
 @pytest.mark.parametrize(
@@ -284,7 +312,7 @@ def test_wrong_states_stop_the_first_step_of_a_distillation(build, what, tmp_pat
     from treetrain.trainers import last_states
 
     within = last_states.within_autograd
-    monkeypatch.setattr(last_states, "within_autograd", lambda scored: [1.01 * x for x in within(scored)])
+    monkeypatch.setattr(last_states, "within_autograd", lambda *given: [1.01 * x for x in within(*given)])
     with pytest.raises(RuntimeError, match=f"{what} of Qwen3ForCausalLM differ from the plain model's by"):
         train(build, tmp_path, shared=True, steps=1)
 

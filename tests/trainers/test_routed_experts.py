@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 import trainer_runs as runs
-from transformers import Trainer, TrainingArguments
-from trl import GRPOConfig, GRPOTrainer
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments, default_data_collator
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import treetrain as tt
 from support import moe
@@ -143,6 +144,57 @@ def test_records_of_other_tokens_are_refused_with_both_numbers(tmp_path):
     trainer = tt.share_prefixes(grpo(tmp_path, lambda prompts, own: rollout(prompts, own, short=2)))
     with pytest.raises(DataError, match=r"routed_experts of row 1 of the rollout has \d+ tokens, and its prompt and"):
         trainer.train()
+
+
+def padded_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator that reads the column, if it is still there."""
+    batch = padded([row["input_ids"] for row in rows], -1)
+    return batch if "routed_experts" in rows[0] else {name: batch[name] for name in batch if name != "routed_experts"}
+
+
+def of_columns(folder: Path, data: Any, collate: Any, **own: Any) -> Any:
+    """A plain Trainer with the default of `remove_unused_columns`."""
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=1, per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to=[],
+        disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, **own,
+    )  # fmt: skip
+    model = runs.experts(0, torch.float32)
+    return tt.share_prefixes(Trainer(model, args, train_dataset=data, data_collator=collate), check=False)
+
+
+@pytest.mark.parametrize("kind", [Dataset.from_list, list, lambda rows: Dataset.from_list(rows).to_iterable_dataset()])
+def test_a_column_of_records_stays_in_the_data(kind, tmp_path, monkeypatch):
+    """Though `remove_unused_columns`, which is True by default, takes out what the model's forward does not name."""
+    seen: list[Any] = []
+    score = tt.TreeEngine.score
+    watched = lambda self, tree, **options: seen.extend(tree.trajectories) or score(self, tree, **options)  # noqa: E731
+    monkeypatch.setattr(tt.TreeEngine, "score", watched)
+    rows = [{"input_ids": row, "labels": row, "routed_experts": record(row).tolist()} for row in ROWS]
+    of_columns(tmp_path, kind(rows), padded_columns).train()
+    assert len(seen) == len(ROWS) and all(row.experts is not None for row in seen)
+
+
+@pytest.mark.parametrize("name", ["routed_experts", "sampling_mask", "adapter_names"])
+def test_a_column_that_the_collator_drops_is_refused(name, tmp_path):
+    rows = [{"input_ids": [2, 3, 4], "labels": [2, 3, 4], name: "dropped"} for _ in range(4)]
+    with pytest.raises(ValueError, match=f"train_dataset has a column {name}, and its batch has none: the data_coll"):
+        of_columns(tmp_path, rows, default_data_collator).train()  # it leaves out strings
+    for remove in (True, False):
+        config = SFTConfig(
+            output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, max_length=None,
+            remove_unused_columns=remove, gradient_checkpointing=False,
+        )  # fmt: skip
+        model = runs.model()
+        trainer = SFTTrainer(model, config, train_dataset=Dataset.from_list(rows), processing_class=runs.tokenizer())
+        with pytest.raises(ValueError, match=f"SFTTrainer drops the column {name} of its train_dataset"):
+            tt.share_prefixes(trainer)
+    from test_other_trl_trainers import build_stable_distillation, made
+
+    trainer = made(build_stable_distillation, tmp_path)
+    trainer.train_dataset = trainer.train_dataset.map(lambda _: {name: 1})
+    trainer.data_collator = default_data_collator
+    with pytest.raises(ValueError, match=f"DistillationTrainer and the column {name} of train_dataset, which it does"):
+        tt.share_prefixes(trainer)
 
 
 def test_records_are_laid_out_as_the_batch_is():

@@ -29,7 +29,7 @@ from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -100,7 +100,9 @@ def _weak(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_weak, value))
     try:
-        return WeakMethod(value) if isinstance(value, MethodType) else ref(value)
+        if isinstance(value, MethodType):  # a `WeakMethod` that goes in one collection with its function complains
+            return ref(value.__self__), ref(value.__func__)
+        return ref(value)
     except TypeError:  # a number, or a function in C, which nobody deletes
         return value
 
@@ -211,10 +213,12 @@ def _random_adapters(model: nn.Module) -> Iterator[bool]:
         for p, _ in kept:
             size = p.shape[-1] ** -0.5 if p.dim() > 1 else 0.1  # as large as what the layer itself computes
             p.data.add_(torch.randn(p.shape, generator=random).mul_(size).to(p))  # versions stay as they are
+        torch.clear_autocast_cache()  # of the weights in 16 bits, as they were before
         yield bool(kept)
     finally:
         for p, values in kept:
             p.data.copy_(values)
+        torch.clear_autocast_cache()
 
 
 # ---- both sides

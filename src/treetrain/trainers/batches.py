@@ -21,6 +21,11 @@ TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 """Keyword arguments by which TRL's `AsyncGRPOTrainer` describes a packed tree to its model."""
 ROUTED = "routed_experts"
 """The keyword argument, or entry of a batch, with the experts that the rollout recorded; see `experts_of_rows`."""
+KEPT = "sampling_mask"
+"""The same for the ids that its sampler kept (top-p, top-k): for each row a list for each of its tokens, or None."""
+RECORDED = (ROUTED, KEPT)
+ADAPTERS = "adapter_names"
+"""The keyword argument, or entry of a batch, with the name of each row's adapter of peft."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keyword arguments by which processors say which tokens are of an image; 0 is text."""
 
@@ -212,6 +217,8 @@ class Rows(NamedTuple):
     """Ids whose log-probabilities are asked for at each prediction, -1 for none; empty if there are none."""
     experts: Sequence[Integer[np.ndarray, "_ P k"] | None] = ()
     """The recorded experts of each row, -1 where the router chooses; empty if none were recorded."""
+    kept: Sequence[Sequence[Any] | None] = ()
+    """The ids that the sampler kept for each token of each row; empty if none were recorded."""
 
     def asking(self, ids: Integer[Tensor, "B _ k"]) -> "Rows":
         """The rows with ids that are given in the shape of `wanted`."""
@@ -225,6 +232,11 @@ class Rows(NamedTuple):
         index = torch.from_numpy(np.concatenate(at)).to(flat.device)
         placed = flat.new_zeros(self.wanted.numel() * width).index_copy(0, index, flat)
         return placed.view(*self.wanted.shape, width).to(self.wanted.device)
+
+    def only(self, numbers: Sequence[int]) -> "Rows":
+        """Some of the rows, whose predictions have the places that they had."""
+        by_row = ("ids", "masks", "places", "spans", "images", "asked", "experts", "kept")
+        return self._replace(**{name: [x[k] for k in numbers] for name in by_row if len(x := getattr(self, name))})
 
     def batch(self, rows: Sequence[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted; or rewards, one below another."""
@@ -308,7 +320,32 @@ def rows_of(kwargs: ModelInputs, *, rewards: bool = False, model: nn.Module | No
         images=images,
         image_token=token,
         experts=experts_of_rows(kwargs.get(ROUTED), spans, ids),
+        kept=_kept_of_rows(kwargs.get(KEPT), spans),
     )
+
+
+def _kept_of_rows(recorded: Any, spans: Sequence[Span]) -> list[Sequence[Any] | None]:
+    """The ids that a sampler kept, by row.
+
+    Args:
+        recorded: a list for each row, or None: of a list of ids for each token from its first on, or None.
+        spans: of the rows.
+
+    Raises:
+        DataError: another number of rows, or fewer lists than tokens.
+    """
+    if recorded is None:
+        return []
+    if not isinstance(recorded, list | tuple) or len(recorded) != len(spans):
+        given = f"lists of {len(recorded)} rows" if isinstance(recorded, list | tuple) else type(recorded).__name__
+        raise DataError(f"{KEPT} of the batch is {given}, and the batch has {len(spans)}; give a list for each")
+    for number, (own, (_, start, stop)) in enumerate(zip(recorded, spans)):
+        if own is not None and len(own) < stop - start:
+            raise DataError(
+                f"{KEPT} of row {number} of the batch has {len(own)} lists for {stop - start} tokens; give one for "
+                "each from the first on, None where the sampler kept every id"
+            )
+    return [own if own is None else own[: stop - start] for own, (_, start, stop) in zip(recorded, spans)]
 
 
 def experts_of_rows(
@@ -456,30 +493,31 @@ def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
         inputs = {name: batch[name][real][None] for name in ("input_ids", "shift_labels")}
         return inputs | {name: batch[name][batch[name] >= 0] for name in TREE_INDEX}
     images = {name: batch[name] for name in (*IMAGE_INPUTS, IMAGE_TYPES) if batch.get(name) is not None}
-    routed = {} if batch.get(ROUTED) is None else {ROUTED: batch[ROUTED]}
+    recorded = {name: batch[name] for name in RECORDED if batch.get(name) is not None}
     if "completion_ids" in batch:  # GRPO and RLOO
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         labels = ids.masked_fill(mask == 0, IGNORED)
         labels[:, : batch["prompt_ids"].shape[1]] = IGNORED
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels} | images | routed
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels} | images | recorded
     if "input_ids" not in batch:
         return None
     names = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
     inputs = with_labels({name: batch[name] for name in names if name in batch})
     if "labels" not in inputs and "completion_mask" in batch:  # DPO and KTO
         inputs["labels"] = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
-    return inputs | images | routed
+    return inputs | images | recorded
 
 
 def tree_of(batches: Sequence[Rows]) -> TokenTree:
     """The rows of some batches as a tree whose trained tokens are the wanted ones; without masks all are trained."""
     made = []
     for rows in batches:
-        masks, images, experts = (x or [None] * len(rows.ids) for x in (rows.masks, rows.images, rows.experts))
-        for row, mask, own, routed in zip(rows.ids, masks, images, experts):
+        columns = (rows.masks, rows.images, rows.experts, rows.kept)
+        for row, mask, own, routed, kept in zip(rows.ids, *(x or [None] * len(rows.ids) for x in columns)):
             mask: Any
             weights = None if mask is None else np.concatenate([[0.0], mask])[: len(row)]
             facts = {"images": own, "image_token": rows.image_token, "experts": routed}
+            facts["sampling_mask"] = kept
             made.append(Trajectory(row, loss_weights=weights, **facts))
     return build_tree(made)

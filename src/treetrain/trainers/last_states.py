@@ -8,8 +8,8 @@ The experimental ones (`LOGITS`) call their models for logits within ``compute_l
 the model's head, as the plain model makes them, and as many.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -24,12 +24,14 @@ from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
+from treetrain.parallel.process_group import compute_dtype
 from treetrain.trainers.patches import OwnForward, is_fused
-from treetrain.trainers.settings import check_trainer, classes_of_trl, refuse
+from treetrain.trainers.settings import check_trainer, classes_of_trl, columns_of_rows, refuse
 
 COMPARED_ROWS = 3
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference of states from the plain model's in the first step, over the largest state; 0.1 in 16 bits."""
+"""Largest difference from the plain model's in the first step, over the largest number, by the dtype of the
+computation; 0.1 in 16 bits."""
 
 
 LOGITS = {"GKDTrainer", "GOLDTrainer", "IWOPDTrainer", "SDFTTrainer", "SDPOTrainer", "ServerDistillationTrainer"}
@@ -85,9 +87,11 @@ class LastStates:
         check_trainer(trainer)
         self._trainer, self._name = trainer, type(trainer).__name__
         beginning = f"share_prefixes cannot be exact with {self._name} and "
+        columns = columns_of_rows(trainer)
         refuse(
             beginning,
             [
+                (columns, f"the column {', '.join(columns)} of train_dataset, which it does not read; remove it"),
                 (
                     trainer.accelerator.num_processes > 1,
                     f"{trainer.accelerator.num_processes} processes, which has not been verified; launch one",
@@ -131,7 +135,12 @@ class LastStates:
         """
         if any(value is not None for value in inputs.values()):
             raise ValueError(f"rows have {', '.join(inputs)}, which {self._name} does not share on a tree")
-        made = self._states(model, input_ids, attention_mask.bool())[:, :-1][:, -keep:]
+        # TRL runs the model's layers within a forward that it has put in the place of accelerate's, so that no autocast
+        # of mixed precision is around them.
+        beneath = vars(model).get("_original_forward")
+        within = nullcontext if beneath is None else partial(replaced, model, forward=beneath)
+        with within():
+            made = self._states(model, input_ids, attention_mask.bool(), within)[:, :-1][:, -keep:]
         made = made.to(model.get_output_embeddings().weight.dtype)  # type: ignore[operator]
         if self._check and model not in self._compared:
             some = slice(0, COMPARED_ROWS)
@@ -142,12 +151,16 @@ class LastStates:
         return made
 
     def _states(
-        self, model: nn.Module, input_ids: Integer[Tensor, "B L"], there: Bool[Tensor, "B L"]
+        self,
+        model: nn.Module,
+        input_ids: Integer[Tensor, "B L"],
+        there: Bool[Tensor, "B L"],
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Float[Tensor, "B L hidden"]:
-        """The inputs of the head at every token; 0 at padding."""
+        """The inputs of the head at every token; 0 at padding. `within`: see `within_autograd`."""
         rows = [ids[own].tolist() for ids, own in zip(input_ids, there)]
         scored = self._engine(model)._scored("share_prefixes", rows, logprobs=False, values="states", in_autograd=True)
-        states = torch.cat(within_autograd(scored))
+        states = torch.cat(within_autograd(scored, within))
         return states.new_zeros(*there.shape, states.shape[-1]).masked_scatter(there[..., None], states)
 
     @contextmanager
@@ -199,7 +212,8 @@ class LastStates:
         """Compare a few rows with the plain model's, where they are read."""
         self._compared.add(model)
         difference = float((own - made.detach())[read].abs().max()) if read.any() else 0.0
-        largest, allowed = float(own.abs().max()), TOLERANCE.get(own.dtype, 0.1)
+        # The output of accelerate's mixed precision is in float32.
+        largest, allowed = float(own.abs().max()), TOLERANCE.get(compute_dtype(model, own.device), 0.1)
         if not difference <= allowed * largest:
             raise RuntimeError(
                 f"share_prefixes: {what} of {type(model).__name__} differ from the plain model's by {difference:.1e}, "

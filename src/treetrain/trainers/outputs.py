@@ -8,7 +8,7 @@ trainer is another class, in `OUTPUTS`.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -57,6 +57,8 @@ class Question(NamedTuple):
     rows: Rows
     shifted: bool = False
     """Whether it has ``shift_labels``: its output then has a column for what follows the last token too."""
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the context in which the model answers, such as that of one adapter."""
 
 
 class Answer(NamedTuple):

@@ -1,10 +1,11 @@
 """Settings of a trainer that cannot be exact with shared prefixes, and how any settings are refused."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import Trainer
 
 from treetrain.core.hf.capability import causal_lm
+from treetrain.trainers.batches import ADAPTERS, RECORDED
 
 Refusal = tuple[object, str]
 """Whether a setting is refused; and its name and value, why, and what to set in its place."""
@@ -31,6 +32,33 @@ def refuse(beginning: str, refusals: Iterable[Refusal]) -> None:
     for refused, reason in refusals:
         if refused:
             raise ValueError(beginning + reason)
+
+
+def columns_of_rows(trainer: Trainer) -> list[str]:
+    """The columns of the training data that say through which experts, ids or adapter a row goes.
+
+    They stay in the data: without this, `remove_unused_columns` takes out what is no argument of the model's forward.
+
+    Raises:
+        ValueError: the data collator is one of TRL's, which drop them.
+    """
+    data, names = trainer.train_dataset, (*RECORDED, ADAPTERS)
+    columns = getattr(data, "column_names", None)
+    if columns is None and isinstance(data, Sequence) and len(data) and isinstance(data[0], Mapping):
+        columns = list(data[0])
+    found = [name for name in names if name in (columns or ())]
+    collator = trainer.data_collator
+    if found and (getattr(collator, "__module__", None) or "").startswith("trl."):
+        raise ValueError(
+            f"{type(trainer).__name__} drops the column {found[0]} of its train_dataset, so its rows would be trained "
+            "without: give it a data_collator that puts the column into the batch, or take a plain "
+            "transformers.Trainer with one (GRPO reads what a rollout_func returns); or remove or rename the column"
+        )
+    if trainer.args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        kept: list[str] = trainer._signature_columns or []
+        trainer._signature_columns = [*kept, *(name for name in names if name not in kept)]
+    return found
 
 
 def check_trainer(trainer: Trainer) -> None:

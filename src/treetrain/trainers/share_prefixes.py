@@ -10,7 +10,7 @@ metric or schedule is copied. `patches.py` lists what is replaced, and how it is
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,16 +22,17 @@ from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import RUN_KEYWORD, replaced
 from treetrain.core.planning.make import Bytes
 from treetrain.engine import TreeEngine
+from treetrain.layers.trajectory import Trajectory
 from treetrain.logs.once import Count, checked_count
 from treetrain.parallel.process_group import limit_waits
-from treetrain.trainers.batches import ROUTED, ModelInputs, with_labels
+from treetrain.trainers.batches import ADAPTERS, IGNORED, KEPT, RECORDED, ROUTED, ModelInputs, with_labels
 from treetrain.trainers.calls import Asks, Call, agreed, by_name, refused_arguments, unknown_arguments
 from treetrain.trainers.last_states import SharesLastStates, SharesLogits, reads_distributions, share_distributions
 from treetrain.trainers.once import data_counted_once
 from treetrain.trainers.outputs import Answer, Output, Question, TokensOutput, TreeOutput, kind_of_output
 from treetrain.trainers.patches import OwnForward, TreeForward, before_steps, is_fused, weakly
 from treetrain.trainers.processes import Processes
-from treetrain.trainers.settings import check_trainer
+from treetrain.trainers.settings import check_trainer, columns_of_rows
 from treetrain.trainers.sharded_processes import ShardedProcesses
 from treetrain.trainers.step_scores import Ask, StepScores, TreeScores
 from treetrain.trainers.zero_processes import ZeroProcesses
@@ -137,17 +138,16 @@ class SharesPrefixes:
         return batches, num_items
 
     def _generate(self, *args: object, **kwargs: object) -> object:
-        """Generate, and keep the experts that a ``rollout_func`` has recorded."""
+        """Generate, and keep the experts and the sampling masks that a ``rollout_func`` has recorded."""
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
-        self.prefix_sharing.routed = recorded_in(generated)
+        self.prefix_sharing.recorded = recorded_in(generated)
         return generated
 
     def _generate_and_score_completions(self, *args: object, **kwargs: object) -> dict[str, object]:
-        """Generate and score; recorded experts go with the rows into their micro-batches."""
-        with replaced(self.prefix_sharing, routed=None):
+        """Generate and score; what was recorded goes with the rows into their micro-batches."""
+        with replaced(self.prefix_sharing, recorded={}):
             output = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
-            routed = self.prefix_sharing.routed
-            return output if routed is None else output | {ROUTED: routed}
+            return output | self.prefix_sharing.recorded
 
     def _get_per_token_logps_and_entropies(
         self, *args: object, batch_size: int | None = None, **kwargs: object
@@ -163,8 +163,18 @@ class SharesPrefixes:
     def compute_loss(self, model: nn.Module, *args: object, **kwargs: object) -> object:
         """Compute the trainer's loss from the tree's scores."""
         batch = args[0] if args else kwargs.get("inputs")
-        routed = batch.get(ROUTED) if isinstance(batch, dict) else None
-        with self.prefix_sharing.loss_of(model) as inner, replaced(self.prefix_sharing, routed=routed):
+        given = batch if isinstance(batch, dict) else {}
+        recorded = {name: given[name] for name in RECORDED if given.get(name) is not None}
+        missing = [name for name in self.prefix_sharing.columns if name not in given]
+        if missing and self.prefix_sharing.steps.step.training:
+            raise ValueError(
+                f"train_dataset has a column {missing[0]}, and its batch has none: the data_collator drops it. Give "
+                "one that puts it into the batch, or remove or rename the column"
+            )
+        with (
+            self.prefix_sharing.loss_of(model) as inner,
+            replaced(self.prefix_sharing, recorded=recorded, adapter_names=given.get(ADAPTERS)),
+        ):
             return super().compute_loss(inner, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
@@ -195,6 +205,8 @@ class PrefixSharing:
         self.model: nn.Module = trainer.model
         kind = kind_of_output(trainer)
         check_trainer(trainer)
+        self.columns = columns_of_rows(trainer)
+        """Columns of the training data that every batch must have; see there."""
         self.processes = PROCESSES.get(trainer.accelerator.distributed_type.value, Processes)(trainer)
         self.trainer, self.budget, self.check = trainer, budget, check
         self._compares_first_use = bool(check)
@@ -206,8 +218,10 @@ class PrefixSharing:
         """Whether the trainer is in `compute_loss`, where calls with labels ask for scores."""
         self.reads_logits = False
         """Whether it reads the logits of the output that also has the loss, so that the plain forward gives both."""
-        self.routed: Any = None
-        """The experts that were recorded for the rows that the trainer scores now; see `experts_of_rows`."""
+        self.recorded: dict[str, Any] = {}
+        """What was recorded for the rows that the trainer scores now, by the names in `RECORDED`."""
+        self.adapter_names: Any = None
+        """The adapter of each row of the batch whose loss is computed now; None if the batch names none."""
         self._settings_compared = False
         """Whether the settings of all ranks have been compared."""
         self._engines: dict[tuple[object, float], TreeEngine] = {}
@@ -344,12 +358,18 @@ class PrefixSharing:
             args, kwargs = (), by_name(model, args, kwargs)
         if RUN_KEYWORD in kwargs:  # a pass of a tree
             return plain(*args, **kwargs)
-        routed, kwargs = self.routed, {name: value for name, value in kwargs.items() if name != ROUTED}
+        kwargs = {name: value for name, value in kwargs.items() if name not in RECORDED}
         follows = torch.is_grad_enabled() or callable(self.trainer.compute_loss_func)
         asks = output.asks(Call(args, kwargs, self.in_loss, self.reads_logits, follows))
         if asks is Asks.OUTPUT and not self.in_loss:
             return plain(*args, **kwargs)
-        unknown, question = unknown_arguments(model, kwargs), None
+        if self.reads_logits and self.recorded:
+            raise ValueError(
+                f"an evaluation that reads logits runs the plain model, which does not read {', '.join(self.recorded)} "
+                "of the batch: set prediction_loss_only=True (or compute_metrics=None), or leave them out of its data"
+            )
+        names, question = kwargs.get(ADAPTERS), None
+        unknown = unknown_arguments(model, {name: value for name, value in kwargs.items() if name != ADAPTERS})
         ranks = self._engine_for(model, output).sharing.passes_with
         with ranks.together("the model's call"):
             asks = agreed(ranks, asks, unknown=bool(unknown))
@@ -357,8 +377,17 @@ class PrefixSharing:
                 if unknown:
                     raise refused_arguments(unknown)
                 inputs = with_labels(kwargs)
-                rows = output.rows(inputs | ({} if _is_reference(self, model) else {ROUTED: routed}), self.model)
-                question = Question(forward, output, inputs, rows, shifted=inputs is not kwargs)
+                if names is None and self.adapter_names is None:
+                    rows = output.rows(inputs | self._recorded(model), self.model)
+                    question = Question(forward, output, inputs, rows, shifted=inputs is not kwargs)
+                elif names is None or not output.has_loss:
+                    raise ValueError(
+                        f"the batch has {ADAPTERS}, and {type(self.trainer).__name__} trains all of its rows through "
+                        "the active adapter: leave them out, or take a plain Trainer, or a loss of your own on "
+                        "tt.token_logprobs(model, inputs), both of which train each row's own"
+                    )
+        if question is None and asks is Asks.SCORES:
+            return self._loss_of_adapters(forward, inputs)
         if question is not None:
             return self._from_tree(question)
         if asks is Asks.OUTPUT_OR_SCORES:
@@ -375,17 +404,53 @@ class PrefixSharing:
         ranks = self._engine_for(forward.module, output).sharing.passes_with
         with ranks.together("the model's call"):
             agreed(ranks, Asks.LOGPROBS if ids is None else Asks.LOGPROBS_AT_IDS)
-            inputs = {name: value for name, value in inputs.items() if name != ROUTED}
-            routed = {} if _is_reference(self, forward.module) else {ROUTED: self.routed}
-            rows = output.rows(inputs | routed, forward.module)
+            disabled = getattr(forward.module, "_adapters_disabled", False)  # for a reference without adapters
+            names = None if disabled else inputs.get(ADAPTERS)
+            recorded = {name: inputs[name] for name in RECORDED if name in inputs}
+            inputs = {name: value for name, value in inputs.items() if name not in (*RECORDED, ADAPTERS)}
+            rows = output.rows(inputs | self._recorded(forward.module, recorded), forward.module)
             question = Question(forward, output, inputs, rows if ids is None else rows.asking(ids))
-        return self._from_tree(question)
+        return self._from_tree(question) if names is None else self._of_adapters(question, names)
+
+    def _recorded(self, model: nn.Module, given: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What was recorded (or `given` with a batch), for a call of the model: a reference's routers are free."""
+        adapter = getattr(model, "active_adapter", None)
+        reference = model is not self.model or bool(getattr(model, "_adapters_disabled", False)) or adapter == "ref"
+        return {
+            name: value for name, value in (self.recorded | (given or {})).items() if not (reference and name == ROUTED)
+        }
+
+    def _loss_of_adapters(self, forward: TreeForward, inputs: ModelInputs) -> TreeOutput:
+        """The output of a plain Trainer's model for rows that each name their adapter."""
+        logprobs, _, _ = self.token_logprobs(forward, inputs, 1.0, entropy=False, ids=None)
+        normaliser = inputs.get("num_items_in_batch")
+        if normaliser is None:
+            normaliser = (inputs["labels"][:, 1:] != IGNORED).sum()
+        return TreeOutput(forward, inputs, -logprobs.sum() / normaliser)
+
+    def _of_adapters(self, question: Question, names: Sequence[str]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scores of a batch whose rows each name their adapter: a tree for each of these, which has its rows alone."""
+        from treetrain.adapters import Groups
+
+        model, rows = question.forward.module, question.rows
+        groups = Groups(self._engine_for(model, question.output), len(rows.ids), names, trains=False)
+        if _trains(model):
+            groups.check_trained()
+            self.settle(everything=False, last=False)  # before another adapter is active
+        found: list[tuple[Tensor, ...]] = []
+        for name, numbers in groups.rows.items():
+            own = question._replace(rows=rows.only(numbers), within=functools.partial(groups.active, name))
+            # The first step compares the rows of one adapter: ranks compare together, and may have other adapters.
+            with nullcontext() if not found else replaced(self, check=False):
+                found.append(self._from_tree(own))
+        # Each has zeros in the places of the other adapters' rows.
+        return tuple(None if one[0] is None else sum(one) for one in zip(*found))  # type: ignore[return-value]
 
     def _from_tree(self, question: Question) -> Any:
         """The output that the trainer gets for a call, from a tree."""
         model, output = question.forward.module, question.output
         engine = self._engine_for(model, output)
-        with self.processes.autocast(), output.balanced(model, question.inputs) as balanced:
+        with self.processes.autocast(), question.within(), output.balanced(model, question.inputs) as balanced:
             if self.check and _trains(model):
                 self._check_first_step(question, engine, balanced=balanced)
             scores, own = self._scored(question, engine, balanced=balanced)
@@ -402,12 +467,14 @@ class PrefixSharing:
         # Hooks of parameters see the gradient of every micro-batch; those of shards see that of a step, or none.
         hooked = training and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
         alone = balanced or (not engine.sharing.collective and (hooked or bool(users_hooks(model))))
-        alone = alone or bool(question.rows.asked)  # those of the next micro-batches are not known
+        # The ids asked for of the next micro-batches, and their rows of one adapter, are not known.
+        alone = alone or bool(question.rows.asked) or question.within is not nullcontext
         if training:
             self.settle(everything=False, last=False)  # several trees in a micro-batch would be alive at once
         ask = Ask.of(model, output, engine.prepared.device.type)
         scores, own = self.steps.scores_for(ask, question.rows, together=not alone)
         if scores.scored is None:
+            scores.within = question.within
             started = self.gains.now() if training else 0.0
             scored = scores.score(engine, output.score)
             if training:
@@ -441,35 +508,40 @@ class PrefixSharing:
             self.check = False
 
 
-def _is_reference(sharing: PrefixSharing, model: nn.Module) -> bool:
-    """Whether a call of the model is of the reference policy, whose routers choose for themselves."""
-    adapter = getattr(model, "active_adapter", None)
-    return model is not sharing.model or bool(getattr(model, "_adapters_disabled", False)) or adapter == "ref"
-
-
-def recorded_in(generated: object) -> list[Any] | None:
-    """The experts that a ``rollout_func`` of GRPO recorded: [tokens, layers, k] for the prompt and completion of a row.
+def recorded_in(generated: object) -> dict[str, list[Any]]:
+    """What a ``rollout_func`` of GRPO recorded, by the names in `RECORDED`: for each row, from its prompt on.
 
     Args:
         generated: what the trainer's `_generate` returns: prompts, completions and, among others, a dict of the
-            further fields of the rollout.
+            further fields of the rollout: ``routed_experts``, [tokens, layers, k] of prompt and completion, and
+            ``sampling_mask``, a list of ids for each token of the completion, or None.
 
     Raises:
-        DataError: a record of other tokens than the row's; that of the last token may be missing.
+        DataError: a record of other tokens than the row's (of experts, that of the last token may be missing); a token
+            that its sampler did not keep.
     """
     parts: Sequence[Any] = list(generated) if isinstance(generated, tuple) else []
-    fields = next((part for part in parts if isinstance(part, dict) and part.get(ROUTED) is not None), None)
-    if fields is None:
-        return None
-    recorded = list(fields[ROUTED])
-    for number, (own, prompt, completion) in enumerate(zip(recorded, parts[0], parts[1], strict=True)):
+    fields = [part for part in parts if isinstance(part, dict)]
+    recorded = {name: list(part[name]) for part in fields for name in RECORDED if part.get(name) is not None}
+    for number, (prompt, completion) in enumerate(zip(*parts[:2], strict=True) if recorded else ()):
         tokens = len(prompt) + len(completion)
+        own = recorded[ROUTED][number] if ROUTED in recorded else None
         if own is not None and len(own) not in (0, tokens - 1, tokens):
             raise DataError(
                 f"{ROUTED} of row {number} of the rollout has {len(own)} tokens, and its prompt and completion have "
                 f"{len(prompt)} and {len(completion)}: record all of them in order (the last may be missing), with -1 "
                 "where the router is to choose"
             )
+        kept = recorded[KEPT][number] if KEPT in recorded else None
+        if kept is not None:
+            if len(kept) != len(completion):
+                raise DataError(
+                    f"{KEPT} of row {number} of the rollout has {len(kept)} lists of ids, and its completion has "
+                    f"{len(completion)} tokens: record one for each, None where the sampler kept every id"
+                )
+            kept = [None] * len(prompt) + list(kept)
+            Trajectory([*prompt, *completion], sampling_mask=kept, id=f"{number} of the rollout")  # raises
+            recorded[KEPT][number] = kept
     return recorded
 
 

@@ -18,7 +18,7 @@ micro-batches need them: a loss that is thrown away frees them. From a backward 
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -76,6 +76,8 @@ class TreeScores:
     """The model as it was when it scored several micro-batches."""
     answered: set[int] = field(default_factory=set)
     """The micro-batches whose first call was answered."""
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the context in which the model has scored the tree, for its backward."""
 
     @property
     def last(self) -> int:
@@ -130,6 +132,7 @@ def _equal(one: Rows, other: Rows) -> bool:
     return (
         images == others
         and routed == routes
+        and list(one.kept) == list(other.kept)
         and all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
     )
 
@@ -315,18 +318,20 @@ class StepScores:
         """Run a tree backward, and forget its scores, so that later micro-batches are scored again."""
         self.step.trees = [tree for tree in self.step.trees if tree is not scores]
         self._count_cut(scores)
-        if not (scored.deferral.arrived and scored.deferral.waiting()):
-            scored.zero_gradients()  # other ranks have some
-        try:
-            scored.backward(sync=sync)
-        except RuntimeError as error:
-            if not scored.model_has_changed:
-                raise
-            raise RuntimeError(
-                f"{error}. It must not change before the trees of a step have run backward: after the last "
-                "micro-batch for a tree with rows of other micro-batches, and after training_step where several "
-                "processes train. In one process with gradient_accumulation_steps=1 they run within loss.backward()"
-            ) from error
+        with scores.within():
+            if not (scored.deferral.arrived and scored.deferral.waiting()):
+                scored.zero_gradients()  # other ranks have some
+            try:
+                scored.backward(sync=sync)
+            except RuntimeError as error:
+                if not scored.model_has_changed:
+                    raise
+                raise RuntimeError(
+                    f"{error}. It must not change before the trees of a step have run backward: after the last "
+                    "micro-batch for a tree with rows of other micro-batches, and after training_step where several "
+                    "processes train. In one process with gradient_accumulation_steps=1 they run within "
+                    "loss.backward()"
+                ) from error
 
     def _has_ended(self, scores: TreeScores) -> bool:
         """Whether no more gradients are expected: the model may be called for a joint tree again in a micro-batch."""

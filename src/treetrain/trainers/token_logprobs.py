@@ -28,7 +28,18 @@ from treetrain.core.hf.capability import (
 )
 from treetrain.kernels.lm_head import DeviceHeadKernels
 from treetrain.parallel.process_group import output_dtype
-from treetrain.trainers.batches import IGNORED, ROUTED, TOKEN_TYPES, ModelInputs, Rows, rows_of, with_labels
+from treetrain.trainers.batches import (
+    ADAPTERS,
+    IGNORED,
+    KEPT,
+    RECORDED,
+    ROUTED,
+    TOKEN_TYPES,
+    ModelInputs,
+    Rows,
+    rows_of,
+    with_labels,
+)
 from treetrain.trainers.calls import KNOWN_ARGUMENTS, image_arguments
 from treetrain.trainers.outputs import TreeOutput
 from treetrain.trainers.patches import tree_forward
@@ -61,7 +72,8 @@ def token_logprobs(
         inputs: the batch: ``input_ids`` [B, L], with an ``attention_mask`` if it is padded (on either side), with
             ``position_ids`` or ``cu_seq_lens_q`` if it is packed. ``labels`` [B, L] select predictions: those of tokens
             whose label is not -100; ``shift_labels`` do if they are there. Without labels every token but a row's first
-            is predicted. Entries that no model reads, such as advantages, are ignored. For outputs: the labels alone.
+            is predicted. With `share_prefixes`, ``adapter_names`` has the adapter of peft that each row goes through.
+            Entries that no model reads, such as advantages, are ignored. For outputs: the labels alone.
         temperature: divides the logits before the softmax: the one that the rows were sampled with, in a policy loss.
         return_entropy: also give the entropies of the distributions that the tokens were drawn from.
         ids: [B, L - 1, k], further ids of every prediction whose log-probabilities are also given, such as those that a
@@ -98,11 +110,13 @@ def token_logprobs(
         _check_ids(ids, batch["input_ids"], inner)
         forward = tree_forward(inner)
         if forward is None:
-            if inputs.get(ROUTED) is not None:
-                raise ValueError(
-                    f"the batch has {ROUTED}, which replace the routers' choices only in a trainer with "
-                    "tt.share_prefixes(trainer); leave them out here"
-                )
+            effects = {ROUTED: "replaces the routers' choices", KEPT: "is the support of each distribution"}
+            for name, effect in {**effects, ADAPTERS: "chooses each row's adapter"}.items():
+                if inputs.get(name) is not None:
+                    raise ValueError(
+                        f"the batch has {name}, which {effect} only in a trainer with tt.share_prefixes(trainer); "
+                        "leave it out here"
+                    )
             scores = _from_plain_model(model, inner, batch, temperature, entropy=return_entropy, ids=ids)
         else:
             scores = forward.answers.token_logprobs(forward, batch, temperature, entropy=return_entropy, ids=ids)
@@ -151,7 +165,7 @@ def _arguments(model: nn.Module, inputs: Mapping[str, object]) -> ModelInputs:
             f"the batch has {', '.join(unknown)}, which {type(causal_lm(model)).__name__} reads and which is not known "
             "to be exact here; leave it out of the batch"
         )
-    names = (*_OF_ROWS, *sorted(images), "labels", "shift_labels")
+    names = (*_OF_ROWS, *sorted(images), "labels", "shift_labels", ADAPTERS, *RECORDED)
     return with_labels({name: given[name] for name in names if name in given})
 
 
