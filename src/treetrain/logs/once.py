@@ -162,8 +162,9 @@ def _check_sets(rows: Sequence[Trajectory], first: int, number: int, at: Int64s)
                 of = None if sets is None else sets.select(np.array([place]))
                 logprobs = () if of is None or of.logprobs is None else of.logprobs
                 pair.append({} if of is None else dict(zip_longest(of.ids.tolist(), logprobs)))
-            recorded = [(x, pair[1].get(token, math.inf)) for token, x in pair[0].items()]  # None of a sampling mask
-            if len(pair[0]) != len(pair[1]) or any(x is not y and abs(x - y) > ROUNDING for x, y in recorded):
+            # The ids of a sampling mask have no log-probabilities.
+            apart = [abs((x or 0) - (pair[1][token] or 0)) for token, x in pair[0].items() if token in pair[1]]
+            if pair[0].keys() != pair[1].keys() or max(apart, default=0) > ROUNDING:
                 raise DataError(
                     f"rows {_name(rows, first)} and {_name(rows, number)} both train token {place} of one path, with "
                     f"the {name} {quoted(pair[0] or None)} and {quoted(pair[1] or None)}; count='once' needs one: "
