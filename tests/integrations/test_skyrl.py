@@ -207,6 +207,36 @@ def test_rows_with_images_are_skyrls(tmp_path: Path, family: str, world: int, ch
     check_differences(on_fresh_ranks(compare, world, str(tmp_path), None, True, changes))
 
 
+def refusing(rank: int, world: int, port: int, folder: str, queue: Any) -> None:
+    """Put into the queue what a rank says of a batch of which the second rank's is refused."""
+    from omegaconf import OmegaConf
+
+    import support.skyrl_cpu  # noqa: F401
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    from treetrain.integrations.skyrl import TreePolicyWorker
+
+    settings: Any = OmegaConf.to_container(OmegaConf.create(SETTINGS))
+    worker, batch = make_worker(TreePolicyWorker, rank, world, port, folder, settings), make_batch(rank, "ppo")
+    if rank:
+        batch["sub_seq_lengths"] = torch.zeros(len(batch["sequences"]), 1)
+    try:
+        worker.forward_backward(batch, loss_fn=None)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    queue.put({"rank": rank, "said": said})
+    torch.distributed.destroy_process_group()
+
+
+def test_a_rank_whose_batch_is_refused_ends_the_others_too(folder: str) -> None:
+    said = {found["rank"]: found["said"] for found in on_fresh_ranks(refusing, 2, folder)}
+    assert said[1].startswith("UnsupportedModel: the batch has sub_seq_lengths")
+    assert said[0].startswith("RanksDisagree: ") and "because of rank 1 of 2" in said[0], said
+
+
 def check_differences(of_ranks: list[dict[str, float]]) -> None:
     found = {name: max(told[name] for told in of_ranks) for name in of_ranks[0]}
     assert {"forward", "gradients 2", "gradient norm 2"} <= set(found)
@@ -219,22 +249,20 @@ def test_settings_and_batches_that_no_tree_supports_are_refused_by_name() -> Non
 
     import support.skyrl_cpu  # noqa: F401
     from treetrain.core.errors import UnsupportedModel
-    from treetrain.integrations.skyrl import TreePolicyWorker, check_settings
+    from treetrain.integrations.skyrl import check_batch, check_settings
 
     policy = SimpleNamespace(sequence_parallel_size=2)
     with pytest.raises(ValueError, match=r"policy\.sequence_parallel_size=2.*set it to 1"):
         check_settings(SimpleNamespace(policy=policy, strategy="fsdp"))
-    worker = object.__new__(TreePolicyWorker)
-    worker.cfg = SimpleNamespace(micro_train_batch_size_per_gpu=2, max_tokens_per_microbatch=-1)
     batch = make_batch(0, "ppo")
     batch["sub_seq_lengths"] = torch.zeros(len(PROMPTS), 1)
     with pytest.raises(UnsupportedModel, match="sub_seq_lengths"):
-        worker.forward_backward(batch)
+        check_batch(batch, None)
     for name in ("sampling_mask", "rollout_sample_support"):  # SkyRL's own name of the latter in later versions
         batch = make_batch(0, "ppo")
         batch[name] = batch["response_mask"][..., None]
         with pytest.raises(UnsupportedModel, match=f"the batch has {name}, and SkyRL's old and reference"):
-            worker.forward_backward(batch)
+            check_batch(batch, None)
 
 
 def test_images_that_skyrl_leaves_out_or_gives_to_other_rows_are_refused() -> None:
@@ -244,16 +272,14 @@ def test_images_that_skyrl_leaves_out_or_gives_to_other_rows_are_refused() -> No
     from support.images import IMAGE, image, image_model
     from treetrain import TreeEngine
     from treetrain.core.errors import DataError, UnsupportedModel
-    from treetrain.integrations.skyrl import ScoresOfRows, TreePolicyWorker
+    from treetrain.integrations.skyrl import RowsOfBatch, ScoresOfRows, check_batch
 
     model, batch = image_model("Qwen3-VL", torch.float32), make_batch(0, "ppo", images=True)
-    worker = object.__new__(TreePolicyWorker)
-    worker.cfg = SimpleNamespace(micro_train_batch_size_per_gpu=2, max_tokens_per_microbatch=-1)
-    worker.model = SimpleNamespace(model=model.model.language_model, is_vlm=False)
+    without = SimpleNamespace(model=model.model.language_model, is_vlm=False)
     with pytest.raises(
         UnsupportedModel, match=r"pixel_values and image_grid_thw.*Qwen3VLTextModel.*language_model_only=False"
     ):
-        worker.forward_backward(batch)
+        check_batch(batch, without)
     engine = TreeEngine(model)
     whole, tall, wide = image(1).inputs, image(1, 2, 4).inputs, image(1, 1, 4).inputs
     text = {name: array[:0] for name, array in whole.items()}
@@ -265,8 +291,10 @@ def test_images_that_skyrl_leaves_out_or_gives_to_other_rows_are_refused() -> No
         (3, text, IMAGE, rf"row 3 of SkyRL's batch has 1 tokens {IMAGE}"),
     ):
         with pytest.raises(DataError, match=message):
-            ScoresOfRows(engine, with_images_of_row(batch, row, images, last), entropies=False)
-    scored = ScoresOfRows(engine, with_images_of_row(batch, 1, wide), entropies=False).scored.logprobs
+            given = with_images_of_row(batch, row, images, last)
+            ScoresOfRows(engine, RowsOfBatch(model, given), entropies=False)
+    given = with_images_of_row(batch, 1, wide)
+    scored = ScoresOfRows(engine, RowsOfBatch(model, given), entropies=False).scored.logprobs
     assert (scored[0] - scored[1]).abs().max() > 1e-3  # equal pixels in another grid are another image
 
 
@@ -288,7 +316,7 @@ def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> 
 
     from treetrain import Trajectory, TreeEngine
     from treetrain.core.errors import DataError
-    from treetrain.integrations.skyrl import ScoresOfRows
+    from treetrain.integrations.skyrl import RowsOfBatch, ScoresOfRows
 
     class Batch(dict):
         metadata: dict[str, int]
@@ -317,7 +345,7 @@ def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> 
     with torch.no_grad():
         expected = [TreeEngine(model).score([row]).logprobs[0] for row in rows]
         chosen = TreeEngine(model).score([rows[0].replace(experts=None)]).logprobs[0]
-    scores = ScoresOfRows(TreeEngine(model, budget=4), batch, entropies=False)
+    scores = ScoresOfRows(TreeEngine(model, budget=4), RowsOfBatch(model, batch), entropies=False)
     for order in ([0, 1, 2, 3], [1, 3, 0, 2]):
         scores.recorded = batch["rollout_expert_indices"][order]
         found = scores(batch["sequences"][order], actions, batch["attention_mask"][order])
@@ -329,7 +357,7 @@ def test_recorded_experts_replace_the_choices_of_routers_and_fill_does_not() -> 
     with pytest.raises(
         DataError, match=r"rollout_expert_indices of row 0 of SkyRL's batch: token 0 has 0 in layer 0.*switch the rec"
     ):
-        ScoresOfRows(TreeEngine(model), batch, entropies=False)
+        RowsOfBatch(model, batch)
 
 
 def test_steps_that_train_a_turn_again_count_it_once() -> None:

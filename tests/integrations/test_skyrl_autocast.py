@@ -47,6 +47,6 @@ def test_rows_are_scored_under_the_autocast_of_the_models_device(worker_module, 
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
     data = Batch(sequences=torch.tensor([[0, 4, 5, 6], [1, 2, 3, 4], [0, 4, 5, 6]]), attention_mask=mask)
     data.metadata = {"response_length": 2}  # type: ignore[attr-defined]
-    worker_module.ScoresOfRows(engine, data, entropies=False)
+    worker_module.ScoresOfRows(engine, worker_module.RowsOfBatch(None, data), entropies=False)
     assert asked == [(device, torch.bfloat16, enabled)]
     assert scored == [[[4, 5, 6], [1, 2, 3, 4]]]

@@ -84,32 +84,18 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
     @contextmanager
     def _model_from_tree(self, data: Any, rows_at_once: int) -> Iterator[Scored]:
         """Score the batch; inside the block SkyRL's calls of the model get these scores."""
-        if data.get("sub_seq_lengths") is not None:
-            raise UnsupportedModel(
-                "the batch has sub_seq_lengths, which no tree of SkyRL's rows supports yet; use PolicyWorker"
-            )
-        kept = [
-            name for name in data if ("sampling_mask" in name or "sample_support" in name) and data[name] is not None
-        ]
-        if kept:
-            raise UnsupportedModel(
-                f"the batch has {kept[0]}, and SkyRL's old and reference log-probabilities are not over the ids that a "
-                "sampler kept: sample with top_p=1.0 and top_k=-1, or train by TreeTrainer "
-                "(Trajectory(sampling_mask=...))"
-            )
         model: Any = self.model
-        if (given := [name for name in IMAGE_INPUTS if data.get(name) is not None]) and not model.is_vlm:
-            raise UnsupportedModel(
-                f"the batch has {' and '.join(given)}, and SkyRL loaded {type(causal_lm(model.model)).__name__}, "
-                "without an encoder: its own worker would leave the images out in silence. Set "
-                "policy.language_model_only=False for a model with an encoder, or send no images"
-            )
         lengths = data["attention_mask"].sum(1)
         budget = self.cfg.max_tokens_per_microbatch
         budget = budget if budget > 0 else rows_at_once * int(lengths.max())
         engine = TreeEngine(model.model, budget=budget, temperature=self.cfg.algorithm.temperature)
         model.train(torch.is_grad_enabled())
-        scores = ScoresOfRows(engine, data, entropies=torch.is_grad_enabled())
+        with engine.sharing.passes_with.together(
+            "TreePolicyWorker"
+        ):  # else other ranks would wait for one that refuses
+            check_batch(data, model)
+            rows = RowsOfBatch(causal_lm(model.model), data)
+        scores = ScoresOfRows(engine, rows, entropies=torch.is_grad_enabled())
         self.model = scores
         try:
             yield scores.scored
@@ -117,27 +103,51 @@ class TreePolicyWorker(FSDPPolicyWorkerBase):
             self.model = model
 
 
-class ScoresOfRows:
-    """Takes the place of SkyRL's model: called with rows of a batch, it returns the scores that a tree gave them.
+def check_batch(data: Any, model: Any) -> None:
+    """Raise UnsupportedModel for a batch with what a tree of its rows cannot have, or SkyRL's model would leave out."""
+    if data.get("sub_seq_lengths") is not None:
+        raise UnsupportedModel(
+            "the batch has sub_seq_lengths, which no tree of SkyRL's rows supports yet; use PolicyWorker"
+        )
+    kept = [name for name in data if ("sampling_mask" in name or "sample_support" in name) and data[name] is not None]
+    if kept:
+        raise UnsupportedModel(
+            f"the batch has {kept[0]}, and SkyRL's old and reference log-probabilities are not over the ids that a "
+            "sampler kept: sample with top_p=1.0 and top_k=-1, or train by TreeTrainer "
+            "(Trajectory(sampling_mask=...))"
+        )
+    if (given := [name for name in IMAGE_INPUTS if data.get(name) is not None]) and not model.is_vlm:
+        raise UnsupportedModel(
+            f"the batch has {' and '.join(given)}, and SkyRL loaded {type(causal_lm(model.model)).__name__}, "
+            "without an encoder: its own worker would leave the images out in silence. Set "
+            "policy.language_model_only=False for a model with an encoder, or send no images"
+        )
+
+
+class RowsOfBatch:
+    """The rows of a batch, each once: equal ones have equal scores, and share a leaf that gets both gradients.
 
     Args:
+        model: the Hugging Face model.
         data: sequences and attention_mask [B, S], and response_length in its metadata; rollout_expert_indices
             [B, S, layers, k] if experts were recorded; pixel_values and image_grid_thw of each row if there are images.
-        entropies: whether to score these too.
+
+    Raises:
+        DataError: image tokens without images, experts that may be fill.
     """
 
-    recorded: Tensor | None = None
-    """The recorded experts of the rows that are asked for next."""
-
-    def __init__(self, engine: TreeEngine, data: Any, *, entropies: bool):
-        actions = data.metadata["response_length"]
+    def __init__(self, model: Any, data: Any):
+        self.actions: int = data.metadata["response_length"]
         pictured = any(data.get(name) is not None for name in IMAGE_INPUTS)
-        token = causal_lm(engine.model).config.image_token_id if pictured else None
-        rows, masks, pictures = [], [], []
-        self._places = {}
+        token = model.config.image_token_id if pictured else None
+        self.rows: list[Trajectory] = []
+        self.masks: list[Tensor] = []
+        """For each row the predictions that belong to its response."""
+        self.images: list[Any] | None = [] if pictured else None
+        self.places: dict[Any, int] = {}
+        """The number in `rows` of a batch's row, by `row_key`."""
         recorded = data.get("rollout_expert_indices")
         for number, (ids, real) in enumerate(zip(data["sequences"].cpu(), data["attention_mask"].cpu().bool())):
-            # Equal rows have equal scores, so they may share a leaf: it gets the sum of their gradients.
             experts = None if recorded is None else recorded[number].cpu()
             images = images_of_row(data, number)
             if pictured and not images and (count := int((ids[real] == token).sum())):
@@ -146,20 +156,34 @@ class ScoresOfRows:
                     "in SkyRL's micro-batches it would take those of other rows; give its images"
                 )
             key = row_key(ids, real, experts, images)
-            if key not in self._places:
-                self._places[key] = len(rows)
-                chosen = None
-                if experts is not None:
-                    instead = "switch the recording off"
-                    name = f"rollout_expert_indices of row {number} of SkyRL's batch"
-                    chosen = without_fill(experts[real].numpy(), name, instead)
-                rows.append(Trajectory(ids[real], experts=chosen, id=f"row {number} of SkyRL's batch"))
-                pictures.append(images or None)
-                masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - actions)
-        device = engine.prepared.device.type
+            if key in self.places:
+                continue
+            self.places[key] = len(self.rows)
+            chosen = None
+            if experts is not None:
+                name = f"rollout_expert_indices of row {number} of SkyRL's batch"
+                chosen = without_fill(experts[real].numpy(), name, "switch the recording off")
+            self.rows.append(Trajectory(ids[real], experts=chosen, id=f"row {number} of SkyRL's batch"))
+            self.masks.append(torch.nonzero(real)[1:, 0] >= len(ids) - self.actions)
+            if self.images is not None:
+                self.images.append(images or None)
+
+
+class ScoresOfRows:
+    """Takes the place of SkyRL's model: called with rows of a batch, it returns the scores that a tree gave them.
+
+    Args:
+        entropies: whether to score these too.
+    """
+
+    recorded: Tensor | None = None
+    """The recorded experts of the rows that are asked for next."""
+
+    def __init__(self, engine: TreeEngine, batch: RowsOfBatch, *, entropies: bool):
+        self._places, device = batch.places, engine.prepared.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # as around SkyRL's own calls
-            given: dict[str, Any] = {"images": pictures} if pictured else {}
-            self.scored = engine.score(rows, entropies=entropies, mask=masks, **given)
+            given: dict[str, Any] = {} if batch.images is None else {"images": batch.images}
+            self.scored = engine.score(batch.rows, entropies=entropies, mask=batch.masks, **given)
 
     def train(self) -> None:
         """Do nothing: the model is in the mode that it was scored in."""
