@@ -98,7 +98,8 @@ def test_the_baselines_train_what_the_tree_trains_on_the_rows_that_no_other_row_
 
     monkeypatch.setattr(TreeEngine, "forward_backward", noted)
     extended = rows[0].replace(ids=[*rows[0].ids, 7], **{
-        name: [*getattr(rows[0], name), 0.5] for name in ("loss_weights", "advantages", "old_logprobs")
+        name: [*getattr(rows[0], name), x]
+        for name, x in (("loss_weights", 0.5), ("advantages", 0.5), ("old_logprobs", -0.5))
     })  # fmt: skip
     report = bench(model, [*rows, extended], repeats=1, baselines=["packed 4096"])
     assert (report.trajectories, report.linear_rows) == (8, 5)  # without a repeat and two rows that are extended

@@ -23,6 +23,7 @@ from treetrain.autograd import within_autograd
 from treetrain.core.hf.capability import causal_lm
 from treetrain.core.hf.tree_mode import replaced
 from treetrain.core.planning.make import Bytes
+from treetrain.distill import check_tokenizers
 from treetrain.engine import TreeEngine
 from treetrain.parallel.process_group import compute_dtype
 from treetrain.trainers.patches import OwnForward, is_fused
@@ -109,6 +110,8 @@ class LastStates:
             if is_fused((inner := causal_lm(model)).forward):  # of a subclass of `SFTTrainer`
                 inner.forward = OwnForward(inner)
             self._engine(model)  # raises before training
+        if teacher is not None and hasattr(trainer, "_get_last_hidden_state"):  # which compares distributions id by id
+            check_tokenizers(*models)
 
     def _engine(self, model: nn.Module) -> TreeEngine:
         if model not in self._engines:
