@@ -347,6 +347,22 @@ def test_a_distillation_that_no_tree_can_answer_is_refused_by_name(tmp_path, mon
         tt.share_prefixes(plain)
 
 
+def test_a_teacher_with_another_tokenizer_is_refused_before_training(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    trainer = made(build_stable_distillation, tmp_path)
+    for model, words in ((trainer.model, ("a", "b")), (trainer.teacher_model, ("b", "a"))):
+        folder = tmp_path / words[0]
+        folder.mkdir()
+        Tokenizer(WordLevel({word: k for k, word in enumerate(words)}, unk_token="a")).save(
+            str(folder / "tokenizer.json")
+        )
+        model.config._name_or_path = str(folder)
+    with pytest.raises(tt.UnsupportedModel, match=r"student's tokenizer.*has 'a' at id 0, the teacher's.*'b'"):
+        tt.share_prefixes(trainer)
+
+
 def test_logits_of_trees_are_in_the_dtype_of_mixed_precision(tmp_path):
     trainer = made(DISTILLATIONS["GKD"], tmp_path)
     trainer.accelerator.state._mixed_precision, trainer.accelerator.native_amp = "bf16", True
