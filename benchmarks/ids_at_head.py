@@ -5,7 +5,7 @@ Run: python benchmarks/ids_at_head.py [work ...] [--rounds 31] [--dry-run]. Two 
 Forward and backward of `score_edges` on 512 random states of width 512 that predict one token each, without known
 gradients, as in a policy loss; and the same with further ids at each state. A loss that is linear in the
 log-probabilities, such as SFT, has its gradients made with them, in one run of the head; with further ids it is no
-longer linear, and the head runs twice. The vocabulary has 32,768 ids. Rows are appended to results/ids_at_head.csv; a
+longer linear, and the head runs twice, unless there is memory to keep its logits. The vocabulary has 32,768 ids. Rows are appended to results/ids_at_head.csv; a
 work that has its row at this commit is left out.
 """
 
@@ -21,7 +21,7 @@ from treetrain.core.head.lm_head import Edges, ScoreRequest, score_edges
 from treetrain.kernels.lm_head import DeviceHeadKernels
 
 STATES, HIDDEN, VOCABULARY = 512, 512, 32_768
-WORKS = {"8 ids": 8, "64 ids": 64, "8 ids, loss linear without": 8}
+WORKS = {"8 ids": 8, "64 ids": 64, "8 ids, loss linear without": 8, "8 ids, loss linear without, logits kept": 8}
 
 
 def edges_of(ids: int, device: torch.device) -> Edges:
@@ -32,14 +32,14 @@ def edges_of(ids: int, device: torch.device) -> Edges:
     return Edges(rows=states, edge_row=row, targets=targets.flatten(), host_edge_row=row.cpu().numpy())
 
 
-def seconds_of(states: torch.Tensor, head: nn.Linear, edges: Edges, linear: bool) -> tuple[float, float]:
+def seconds_of(states: torch.Tensor, head: nn.Linear, edges: Edges, *, linear: bool, kept: bool) -> tuple[float, float]:
     """Seconds of one forward and backward: by the clock, and of the processor."""
     gpu = states.device.type == "cuda"
     if gpu:
         torch.cuda.synchronize()
     start = time.perf_counter(), time.process_time()
     slopes = torch.ones(len(edges.targets), device=states.device) if linear else None
-    request = ScoreRequest(kernels=DeviceHeadKernels(), coefficients=slopes)
+    request = ScoreRequest(kernels=DeviceHeadKernels(), coefficients=slopes, keep_logits=kept)
     scores = score_edges(states, head, head, edges, request, fused=True, vocab_size=VOCABULARY)
     (scores.logprobs.square().sum() if scores.linear_loss is None else scores.linear_loss).backward()
     if gpu:
@@ -61,7 +61,8 @@ def measure(name: str, rounds: int, dry_run: bool) -> None:
     times: list[list[tuple[float, float]]] = [[], []]
     for number in range(rounds + 1):
         for which in (0, 1) if number % 2 else (1, 0):
-            seconds = seconds_of(states, head, both[which], linear=which == 0 and "linear" in name)
+            linear = which == 0 and "linear" in name
+            seconds = seconds_of(states, head, both[which], linear=linear, kept="kept" in name)
             if number:  # the first round warms up
                 times[which].append(seconds)
     row = {"work": name, "device": device.type, "states": STATES, "vocabulary": VOCABULARY, "rounds": rounds}
