@@ -5,8 +5,8 @@ Run: python benchmarks/ids_at_head.py [work ...] [--rounds 31] [--dry-run]. Two 
 Forward and backward of `score_edges` on 512 random states of width 512 that predict one token each, without known
 gradients, as in a policy loss; and the same with further ids at each state. A loss that is linear in the
 log-probabilities, such as SFT, has its gradients made with them, in one run of the head; with further ids it is no
-longer linear, and the head runs twice, unless there is memory to keep its logits. The vocabulary has 32,768 ids. Rows are appended to results/ids_at_head.csv; a
-work that has its row at this commit is left out.
+longer linear, and the head runs twice, unless there is memory to keep its logits. The vocabulary has 32,768 ids. Rows
+are appended to results/ids_at_head.csv; a work that has its row at this commit is left out.
 """
 
 import os

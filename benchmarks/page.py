@@ -216,8 +216,8 @@ SECTIONS = (
         "Further ids at each prediction",
         "Forward and backward of the LM head with the log-probabilities of further ids at each prediction, against the "
         "head alone, in CPU seconds: random states that predict one token each, as in a policy loss. A loss that is "
-        "linear in the log-probabilities (SFT) needs the logits once; over kept ids or a teacher's they are made twice, or "
-        "kept where memory is free, as a step of one part does.",
+        "linear in the log-probabilities (SFT) needs the logits once; over kept ids, or a teacher's, they are made "
+        "twice, or kept where memory is free, as a step of one part does.",
         "ids_at_head.csv",
         ("work", "device"),
         {
@@ -247,7 +247,7 @@ SECTIONS = (
             "FLOPs allow": "each_row_ideal",
             "efficiency": bold_efficiency,
             "than without": between("times"),
-            "error": "gradient_error",
+            "error": lambda row: row["gradient_error"],
             "rounds": rounds,
         },
     ),
