@@ -336,18 +336,22 @@ def check_tokenizers(student: nn.Module, teacher: nn.Module) -> None:
     names = [
         str(getattr(getattr(causal_lm(model), "config", None), "name_or_path", "")) for model in (student, teacher)
     ]
-    if names[0] == names[1]:
-        return
-    ours, theirs = map(_tokens_of, names)
-    for number in sorted(ours.keys() & theirs.keys()):
-        if ours[number] != theirs[number]:
-            raise UnsupportedModel(
-                f"the student's tokenizer ({names[0]}) has {ours[number]!r} at id {number}, the teacher's ({names[1]}) "
-                f"{theirs[number]!r}: distributions of one tokenizer are compared. Take a teacher with the student's"
-            )
+    if names[0] != names[1] and (found := _first_different_token(*names)) is not None:
+        number, ours, theirs = found
+        raise UnsupportedModel(
+            f"the student's tokenizer ({names[0]}) has {ours!r} at id {number}, the teacher's ({names[1]}) {theirs!r}: "
+            "distributions of one tokenizer are compared. Take a teacher with the student's"
+        )
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)  # every step asks
+def _first_different_token(student: str, teacher: str) -> tuple[int, str, str] | None:
+    """The first id at which two checkpoints have different tokens, and these; None if there is none."""
+    ours, theirs = _tokens_of(student), _tokens_of(teacher)
+    different = (n for n in sorted(ours.keys() & theirs.keys()) if ours[n] != theirs[n])
+    return next(((n, ours[n], theirs[n]) for n in different), None)
+
+
 def _tokens_of(name: str) -> dict[int, str]:
     """The tokens of a checkpoint by id, without those that were added; empty where its tokenizer.json is not here."""
     from huggingface_hub import try_to_load_from_cache

@@ -413,7 +413,7 @@ class PrefixSharing:
         return self._from_tree(question) if names is None else self._of_adapters(question, names)
 
     def _recorded(self, model: nn.Module, given: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What was recorded (or `given` with a batch), for a call of the model: a reference's routers are free."""
+        """Return the records, or those `given` with a batch, for a call of a model; a reference routes freely."""
         adapter = getattr(model, "active_adapter", None)
         reference = model is not self.model or bool(getattr(model, "_adapters_disabled", False)) or adapter == "ref"
         return {
@@ -509,7 +509,7 @@ class PrefixSharing:
 
 
 def recorded_in(generated: object) -> dict[str, list[Any]]:
-    """What a ``rollout_func`` of GRPO recorded, by the names in `RECORDED`: for each row, from its prompt on.
+    """Read a GRPO ``rollout_func``'s records, by the names in `RECORDED`: for each row, from its prompt on.
 
     Args:
         generated: what the trainer's `_generate` returns: prompts, completions and, among others, a dict of the

@@ -474,9 +474,11 @@ class Call:
         Keeping them saves a second product of the head's matrix with every row. Where a step runs part by part, only a
         plan of one part keeps them: smaller ones are made to save memory.
         """
-        if plan.scores_first == "no" and plan.num_parts > 1:
-            return False
-        rows = int(plan.kept[plan.part_of[plan.layout.rows]].sum()) if plan.num_parts > 1 else len(plan.layout.rows)
+        rows = len(plan.layout.rows)
+        if plan.num_parts > 1:
+            if plan.scores_first == "no":
+                return False
+            rows = int(plan.kept[plan.part_of[plan.layout.rows]].sum())
         logits = rows * self.capabilities.vocab_size * self.wide_dtype.itemsize
         return self.has_room(plan, extra=logits, margin=MEMORY_MARGIN)
 
